@@ -99,6 +99,13 @@ def watch(storage: UntypedStorage, watcher: Watcher) -> None:
     _watched[key_of(storage)] = watcher
 
 
+def note_write(tensor: Tensor) -> None:
+    """Note that code may write the memory of a tensor without raising a version."""
+    watcher = _watcher_of(tensor)
+    if watcher is not None:
+        watcher.is_aliased = True
+
+
 def lent_to(tensor: Tensor) -> Lent | None:
     """Return the lent memory that a tensor lies in; None if it has no plain storage."""
     watcher = _watcher_of(tensor)
@@ -139,9 +146,7 @@ class _Noting:
         if tensor is None:
             # subclasses know the operations by these objects
             return self._original
-        watcher = _watcher_of(tensor)
-        if watcher is not None:
-            watcher.is_aliased = True
+        note_write(tensor)
         return self._original.__get__(tensor, owner)
 
 

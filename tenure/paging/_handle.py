@@ -236,9 +236,9 @@ def stepping(
         together = units_of[id(parameter)]
         if left.isdisjoint(together):
             stepped.update(together)
-            prepare(optimizer)
             # as outside of a backward pass, where hooks of gradients run with them or without
             with only(together), torch.enable_grad():
+                prepare(optimizer)
                 unhooked_step(optimizer)
 
     with ExitStack() as hooks:

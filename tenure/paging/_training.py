@@ -53,7 +53,7 @@ from tenure._torch.autograd import (
     running_task,
 )
 from tenure._torch.compiler import never_compiled
-from tenure._torch.lending import lent_to
+from tenure._torch.lending import lent_to, note_write
 from tenure._torch.optimizers import bring_scale_home, wait_while
 from tenure._torch.quiet import aside, aside_with_subclasses, quietly, without_functions
 from tenure._torch.storages import byte_range
@@ -280,6 +280,11 @@ class TrainingEngine(Engine):
         A forward that no backward pass follows has fetched for one.
         """
         self.wait_for_all_copies()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    # Fused optimizers raise no version on the CPU.
+                    note_write(parameter)
         bring_scale_home(optimizer)
 
     def close(self) -> None:

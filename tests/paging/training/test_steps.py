@@ -1,5 +1,7 @@
 """Steps of a paged model are those of a plain one, bit for bit, under budgets it does not fit."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -36,6 +38,24 @@ def test_steps_of_adamw_equal_those_of_a_plain_model(sim, pair, mode, activation
             x = x.requires_grad_("reentrant" in mode)
             both.agree(lambda model, x=x: train(model, optimizers[model], x))
     assert both.values_differ() == []
+
+
+@pytest.mark.parametrize("meanwhile", [True, False])
+def test_the_next_forward_has_the_values_of_a_fused_step(sim, pair, meanwhile):
+    both = pair()
+    parameters = list(both.host.parameters())  # on the CPU torch counts no write of such a step
+    optimizer = torch.optim.AdamW(parameters, lr=0.01, fused=True)
+    with both.page() as handle:
+        for x in inputs(sim, 3):
+            both.agree(lambda model, x=x: model(x).detach())
+            loss = both.host(x).square().mean()
+            with handle.optimizer_step(optimizer) if meanwhile else nullcontext():
+                loss.backward()
+            if not meanwhile:
+                optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                torch._foreach_copy_(list(both.there.parameters()), parameters)
 
 
 def test_gradients_add_up_and_keep_their_strides(sim, pair):
