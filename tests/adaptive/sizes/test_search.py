@@ -134,6 +134,20 @@ def test_a_size_that_another_call_found_is_aligned_and_never_too_small(ok, then)
     assert work.sizes == [then]
 
 
+def test_a_call_that_ends_in_another_error_remembers_what_did_not_fit():
+    work = Limited(16)
+
+    def fails(size):
+        work(size)
+        raise ValueError("of the work")
+
+    call = batch_of(fails, 64)
+    for initial in (64, 64, 8):
+        with pytest.raises(ValueError, match="of the work"):
+            call(toma_initial_batchsize=initial)
+    assert work.sizes == [64, 32, 16, 16, 8]
+
+
 # --- larger, where nothing is measured
 
 

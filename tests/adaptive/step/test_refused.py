@@ -274,6 +274,9 @@ def test_an_optimizer_in_a_hook_is_refused_on_whatever_thread_it_runs(sim):
         x = samples().to(device)
         with unchanged(net), pytest.raises(AdaptiveUsageError, match=STEPPED):
             step(squares(net), x)
+        told = "^1 of the parameters have a hook from register_post_accumulate"
+        with unchanged(net), pytest.raises(AdaptiveUsageError, match=told):
+            step(squares(net), x, maximum=4)
         net(x).mean().backward()  # the hook may step anywhere else
         assert not torch.equal(net[0].weight, before)
 
