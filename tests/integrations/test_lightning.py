@@ -32,7 +32,6 @@ from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
 
 from tenure.integrations.lightning import AdaptiveMixin, MemoryCallback  # noqa: E402
-from tests.small_heap import hide  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")
@@ -52,14 +51,9 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def fresh():
+def _quiet():
     for name in ("lightning.pytorch", "pytorch_lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    adaptive.reset()
-    # a trainer imports more of lightning
-    hide()
-    yield
-    adaptive.reset()
 
 
 def rows(n=24, width=8):
@@ -656,6 +650,20 @@ def test_old_gradients_go_before_new_ones_unless_a_hook_looks_at_them():
     trained(hooked, callbacks=[seen])
     before = [value for name, value in seen.told if name == "before optimizer"]
     torch.testing.assert_close(hooked.seen, [0, *before[:-1]])
+
+
+def test_hooks_of_parameters_see_the_whole_gradient_once():
+    class Hooked(Net):
+        def on_fit_start(self):
+            self.seen, weight = [], self.net[0].weight
+            weight.register_hook(lambda grad: self.seen.append(grad.norm().item()))
+            weight.register_post_accumulate_grad_hook(
+                lambda leaf: self.seen.append(leaf.grad.norm().item())
+            )
+
+    plain, split = compared(Hooked, accumulate_grad_batches=3)
+    torch.testing.assert_close(plain.seen, split.seen, rtol=1e-10, atol=0)
+    assert len(plain.seen) == 6
 
 
 # --- refused

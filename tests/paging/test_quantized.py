@@ -22,13 +22,7 @@ _EACH = {
 
 
 class Quantized(Tensor):
-    """Bytes and a scale for each row.
-
-    Args:
-        numbers: int8[n, m].
-        scale: floating[n, 1].
-        zero: an empty tensor, as some have for what they do not use.
-    """
+    """int8[n, m] and a scale for each row; and an empty tensor, as some have without using it."""
 
     @staticmethod
     def __new__(cls, numbers, scale, zero):

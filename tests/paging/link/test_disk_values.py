@@ -19,20 +19,16 @@ X = torch.ones(4, WIDTH)
 @pytest.fixture(params=["load_paged", "page"])
 def paged(request, tmp_path):
     """Pages a model from a file; the file, where it is the user's, must stay as it is."""
-    contents, handles = {}, []
+    contents = {}
 
     def paged(model, **options):
         if request.param == "page":
-            handles.append(page(model, "cpu", host=tmp_path, **options))
-        else:
-            path = saved(model, tmp_path / f"{len(contents)}.safetensors")
-            contents[path] = path.read_bytes()
-            handles.append(load_paged(model, path, "cpu", **options))
-        return handles[-1]
+            return page(model, "cpu", host=tmp_path, **options)
+        path = saved(model, tmp_path / "m.safetensors")
+        contents[path] = path.read_bytes()
+        return load_paged(model, path, "cpu", **options)
 
     yield paged
-    for handle in handles:
-        handle.unpage()
     for path, content in contents.items():
         assert path.read_bytes() == content
 
@@ -41,15 +37,15 @@ def test_a_write_through_an_old_alias_counts_when_the_weight_passes_again(paged)
     """Neither a version nor the model sees it: the kernel does."""
     model = mlp()
     plain = copy.deepcopy(model)
-    handle = paged(model, budget="8KiB")
-    alias = model[0].weight.data
-    model(X)
-    handle._pager.engine._link.finish()
-    model(X)  # all that was read ahead before the write is used up where nothing is read ahead
-    alias[3:5] = 7
-    plain[0].weight[3:5] = 7
-    model(X)
-    assert_equal(model(X), plain(X))
+    with paged(model, budget="8KiB") as handle:
+        alias = model[0].weight.data
+        model(X)
+        handle._pager.engine._link.finish()
+        model(X)  # all that was read ahead before the write is used up where nothing is read ahead
+        alias[3:5] = 7
+        plain[0].weight[3:5] = 7
+        model(X)
+        assert_equal(model(X), plain(X))
 
 
 def test_statistics_of_a_training_pass_are_kept(paged):

@@ -58,24 +58,19 @@ def test_the_pager_gives_memory_back_then_the_same_size_runs_then_a_smaller_one(
 @pytest.mark.exhaustive
 @pytest.mark.sim_allocator("exact")
 def test_the_paged_loop_of_the_tutorial(sim, told):
-    block = re.search(
-        r"```python\n([^`]*activations=\"host\"[^`]*)```", _TUTORIAL.read_text("utf-8")
-    )
-    model = mlp(12).eval()
-    whole = copy.deepcopy(model)
-    n_bytes = weight_bytes(model)
-    batches = [torch.randn(32, 5, WIDTH) for _ in range(2)]
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    sim(budget=int(1.25 * n_bytes))
-    program = block.group(1).replace('"cuda"', "device").replace('"6GiB"', "budget")
+    pattern = r"```python\n([^`]*activations=\"host\"[^`]*)```"
+    program = re.search(pattern, _TUTORIAL.read_text("utf-8"))[1]
+    program = program.replace('"cuda"', "device").replace('"6GiB"', "budget")
     assert "device" in program
-    names = {"device": sim.device, "budget": int(0.6 * n_bytes), "batches": batches}
-    names |= {"page": page, "step": step}
-
-    def loss_of(batch):
-        return model(batch).square().mean()
-
-    exec(program, {"model": model, "optimizer": optimizer, "loss_of": loss_of, **names})
+    model = mlp(12).eval()
+    whole, n_bytes = copy.deepcopy(model), weight_bytes(model)
+    batches = [torch.randn(32, 5, WIDTH) for _ in range(2)]
+    names = {"page": page, "step": step, "model": model, "batches": batches, "device": sim.device}
+    names["budget"] = int(0.6 * n_bytes)
+    names["optimizer"] = torch.optim.SGD(model.parameters(), 0.01)
+    names["loss_of"] = lambda batch: model(batch).square().mean()
+    sim(budget=int(1.25 * n_bytes))
+    exec(program, names)
     assert any(event.kind == "shrink" for event in told)
     there = torch.optim.SGD(whole.parameters(), 0.01)
     for batch in batches:
