@@ -10,12 +10,7 @@ from .compiling import forget_compiled
 from .small_heap import hide, show
 from .testing._pytest_plugin import pytest_addoption, pytest_collection_modifyitems, sim
 
-__all__ = [
-    "captures",
-    "pytest_addoption",
-    "pytest_collection_modifyitems",
-    "sim",
-]
+__all__ = ["captures", "pytest_addoption", "pytest_collection_modifyitems", "sim"]
 
 
 @pytest.hookimpl(wrapper=True)

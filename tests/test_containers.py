@@ -13,14 +13,7 @@ import torch
 from torch.utils import _pytree
 
 from tenure import TenureError
-from tenure._containers import (
-    Survey,
-    contents_of,
-    entries_of,
-    is_mutable,
-    level_of,
-    set_entries,
-)
+from tenure._containers import Survey, contents_of, entries_of, is_mutable, level_of, set_entries
 
 
 class Pair(NamedTuple):

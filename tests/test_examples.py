@@ -1,8 +1,11 @@
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from .notebook import PAGE as NOTEBOOK
+from .notebook import executed
 from .programs import run_program
 
 _EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
@@ -48,3 +51,25 @@ def test_an_example_runs_and_tells_what_it_found(path):
     done = run_program(*words, *_ARGUMENTS.get(path.stem, []), imported=_LIBRARIES, hides=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
+
+
+def _outline(cell):
+    """The lines that a cell shows, whatever the numbers, in any order."""
+    text = "\n".join("".join(shown["data"]["text/plain"]) for shown in cell["outputs"])
+    text = re.sub(r"torch \d\S+", "torch #", text)
+    text = re.sub(r"0x[0-9a-f]+|\d[\d,.]*", "#", text)
+    return sorted(" ".join(line.split()) for line in text.splitlines())
+
+
+def _cells(notebook):
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not NOTEBOOK.exists(), reason="runs where the docs are")
+def test_the_notebook_shows_what_its_cells_show(tmp_path):
+    notebook = json.loads(NOTEBOOK.read_text("utf-8"))
+    shown, done = _cells(notebook), _cells(executed(notebook, tmp_path))
+    assert [_outline(cell) for cell in shown] == [_outline(cell) for cell in done]
+    assert "history grew by # tensors" in "\n".join(_outline(shown[1]))
+    assert "<svg" in (tmp_path / "timeline.html").read_text("utf-8")

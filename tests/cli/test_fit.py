@@ -315,8 +315,7 @@ def test_what_fits_once_a_cache_is_given_back_has_nothing_to_spare(capsys):
 
 
 @pytest.mark.parametrize(
-    "target",
-    ["program:talks", "program:Holder.setup", "program.py:runs_backward_and_detaches"],
+    "target", ["program:talks", "program:Holder.setup", "program.py:runs_backward_and_detaches"]
 )
 def test_without_a_known_memory_it_reports_alone(target, capsys):
     assert main(["fit", target, "--json"]) == 0
@@ -349,10 +348,7 @@ def test_what_is_free_on_the_accelerator_is_compared_with(capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("function", "parameter_bytes"),
-    [
-        ("moved", 2 * (2**36 + 2**18)),
-        ("on_meta", 4 * (2**36 + 2**18)),
-    ],
+    [("moved", 2 * (2**36 + 2**18)), ("on_meta", 4 * (2**36 + 2**18))],
 )
 def test_a_model_larger_than_the_machine_needs_neither_memory_nor_its_device(
     function, parameter_bytes, capsys

@@ -119,11 +119,7 @@ PROGRAMS = {
         1,
     ),
     "exits at once": ("import os, sys; print('lost'); os._exit(7)", None, 7),
-    "has a syntax error": (
-        "print('never')\ndef f(:\n    pass\n",
-        "SyntaxError: invalid syntax",
-        1,
-    ),
+    "has a syntax error": ("print('never')\ndef f(:\n    pass\n", "SyntaxError: invalid syntax", 1),
     "is latin-1": (b"# -*- coding: latin-1 -*-\nprint(ascii('\xe4'))\n", "exit code 0", 0),
     "imports what fails": ("import broken", "ImportError: in here", 1),
     "has its own hook": (

@@ -21,7 +21,8 @@ from tenure.profiler._lines import _engine, _line_profiler
 from tenure.profiler._timeline import _recorder, _timeline
 
 from .lines.test_backward import N_LINES, found_by
-from .lines.test_other_profilers import NUMBER, facts
+from .lines.truth import profiled
+from .test_together import NUMBER, facts
 from .timeline.test_timeline import kib
 
 
@@ -77,9 +78,7 @@ def bytes_kept_after(n_calls):
             z = y * 2
         return x + z.sum()
 
-    profiler = LineProfiler(work, device="cpu")
-    with profiler:
-        work()
+    profiler = profiled(work, work)
     return sum(each.net_bytes for each in profiler.records)
 
 
@@ -97,9 +96,7 @@ def test_where_the_allocators_table_is_out_of_reach_peaks_are_lower_bounds(monke
         x = torch.ones(100)
         return x * 2
 
-    profiler = LineProfiler(work, device="cpu")
-    with profiler:
-        work()
+    profiler = profiled(work, work)
     assert facts(profiler) == [
         (1, 400, 0, 400, True, False),
         (1, 400 + NUMBER, 400 + NUMBER, 800 + NUMBER, True, False),

@@ -46,10 +46,7 @@ TIMES = [i / 4 for i in range(12)]
 SERIES = {name: [n * MIB for n in values] for name, values in CATEGORIES.items()}
 LEVELS = [sum(values) for values in zip(*SERIES.values(), strict=True)]
 PEAK = LEVELS.index(max(LEVELS))
-SPANS = [
-    ("train", 0, 0, 2.9),
-    *(("step", 1, s * 0.75 + 0.05, s * 0.75 + 0.7) for s in range(3)),
-]
+SPANS = [("train", 0, 0, 2.9), *(("step", 1, s * 0.75 + 0.05, s * 0.75 + 0.7) for s in range(3))]
 
 
 def row(category, scope, stack, n_bytes, n_storages=2):

@@ -66,10 +66,7 @@ def _leak(i, n_bytes=2**20, holders=None, graph=""):
 _IN_A_GRAPH = {"graph": HOLDER.format(0), "holders": (f"{SAVED} in the graph of {HOLDER}",)}
 SCOPE = "<DisposeScope 'one step of the training loop'>"
 LEAKS = LeakReport(
-    (
-        *(_leak(i, (i + 1) * 2**20) for i in range(25)),
-        *(_leak(i, **_IN_A_GRAPH) for i in range(3)),
-    ),
+    (*(_leak(i, (i + 1) * 2**20) for i in range(25)), *(_leak(i, **_IN_A_GRAPH) for i in range(3))),
     scope=SCOPE,
 )
 STACK = (
@@ -196,12 +193,7 @@ _OF_LITTLE = {
 _SHORT_MEMORY = p.DeviceReport("cuda:0", ROWS[4:], {"parameters": 2**20}, 2**30, True)
 SHORT = _recording(**_OF_LITTLE, memory=p.MemReport((_SHORT_MEMORY,)))
 DIFF = p.SnapshotDiff(
-    2**30,
-    ROWS[:25],
-    ROWS[25:-1],
-    ((PARAMETERS[0], PARAMETERS[1]),),
-    FINDINGS,
-    {"cuda:0": 2**30},
+    2**30, ROWS[:25], ROWS[25:-1], ((PARAMETERS[0], PARAMETERS[1]),), FINDINGS, {"cuda:0": 2**30}
 )
 
 

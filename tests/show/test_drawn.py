@@ -8,11 +8,7 @@ import pytest
 
 from tenure.profiler import DeviceReport, MemReport
 
-from .drawn_samples import (
-    HOSTILE,
-    hostile_page,
-    sample_page,
-)
+from .drawn_samples import HOSTILE, hostile_page, sample_page
 from .pages import assert_stands_alone, read_data, read_html
 
 

@@ -11,15 +11,7 @@ import pytest
 from rich.console import Console
 
 from tenure._errors import ProfilerUsageError
-from tenure._show import (
-    Code,
-    Column,
-    Paragraph,
-    Table,
-    bytes_column,
-    in_bytes,
-    storage_bytes,
-)
+from tenure._show import Code, Column, Paragraph, Table, bytes_column, in_bytes, storage_bytes
 from tenure._visible import visible
 from tenure.adaptive import PeakReport
 from tenure.profiler import DeviceReport, MemReport

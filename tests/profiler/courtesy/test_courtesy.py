@@ -12,12 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import tenure
-from tenure.profiler import (
-    AwayTensorError,
-    Courtesy,
-    CourtesyError,
-    CourtesyWarning,
-)
+from tenure.profiler import AwayTensorError, Courtesy, CourtesyError, CourtesyWarning
 from tests.small_heap import hide
 from tests.testing.machine import library_pool
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tenure.profiler import LineProfiler
 from tests.threads import on_thread
 
-from .truth import check_lines_add_up, lines_of
+from .truth import check_lines_add_up, lines_of, profiled
 
 N = 256
 
@@ -121,9 +121,7 @@ def test_a_peak_inside_a_backward_is_seen_on_its_line_and_on_the_caller():
         torch.ones(100 * N)
         torch.ones(10 * N)
 
-    profiler = LineProfiler(work, spike, device="cpu")
-    with profiler:
-        work()
+    profiler = profiled(work, work, spike)
     peaks = {(r.function.rpartition(".")[2], r.line): r.peak_bytes for r in profiler.records}
     first, inside = work.__code__.co_firstlineno, spike.__code__.co_firstlineno
     most = peaks["spike", inside + 1]
@@ -254,9 +252,7 @@ def test_more_marks_than_are_ready_and_more_lines_than_a_session_holds():
         for _ in range(1000):
             torch.empty(7, dtype=torch.uint8)
 
-    profiler = LineProfiler(work, hook, device="cpu")
-    with profiler:
-        work()
+    profiler = profiled(work, work, hook)
     assert lines_of(profiler, hook)[2][:3] == (1000, 5000, 5000)
     assert lines_of(profiler, work)[5][:3] == (1000, 7000, 7000)
     assert all(record.exact for record in profiler.records)

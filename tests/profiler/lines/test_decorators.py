@@ -156,10 +156,7 @@ def several():
     yield 1
 
 
-@pytest.mark.parametrize(
-    "handed",
-    [later, several, staticmethod(program), torch.nn.Linear(2, 2)],
-)
+@pytest.mark.parametrize("handed", [later, several, staticmethod(program), torch.nn.Linear(2, 2)])
 def test_what_is_no_plain_function_is_refused(handed):
     message = (
         r"^profile_every\(\) counts the calls of plain functions and methods, and .* is none. "

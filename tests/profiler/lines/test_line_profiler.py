@@ -12,6 +12,8 @@ import torch
 
 from tenure.profiler import LineProfiler, ProfilerUsageError
 
+from .truth import profiled
+
 
 def work(n):
     x = torch.ones(n)
@@ -24,11 +26,8 @@ def idle():
     pass
 
 
-def ran(*functions, n=256, **options):
-    profiler = LineProfiler(*functions, device="cpu", **options)
-    with profiler:
-        work(n)
-    return profiler
+def ran(*functions):
+    return profiled(lambda: work(256), *functions)
 
 
 # --- what starts, and what does not
@@ -136,9 +135,7 @@ def test_code_without_source_has_numbers(monkeypatch):
     monkeypatch.setitem(linecache.cache, "<string>", (27, None, lines, "<string>"))
     names = {"torch": torch}
     exec("def made(n):\n    return torch.ones(n)\n", names)
-    profiler = LineProfiler(names["made"], device="cpu")
-    with profiler:
-        names["made"](4)
+    profiler = profiled(lambda: names["made"](4), names["made"])
     assert str(profiler) == "\n".join(
         [
             "## made, <string>:1, cpu",
@@ -153,9 +150,7 @@ def test_a_file_that_was_edited_meanwhile_loses_no_numbers(tmp_path, edited):
     path = tmp_path / "edited_meanwhile.py"
     namespace = {"torch": torch}
     exec(compile("\ndef f():\n    x = torch.ones(3)\n", path, "exec"), namespace)
-    profiler = LineProfiler(namespace["f"], device="cpu")
-    with profiler:
-        namespace["f"]()
+    profiler = profiled(namespace["f"], namespace["f"])
     path.write_text(edited)
     assert [(record.line, record.hits) for record in profiler.records] == [(3, 1)]
     # newer Pythons read what stands there now as source

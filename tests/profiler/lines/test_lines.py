@@ -1,7 +1,6 @@
 """Each line's bytes, against what the allocator itself says, for every way that code can run."""
 
 import asyncio
-import gc
 import threading
 
 import pytest
@@ -12,7 +11,7 @@ from tenure.profiler import LineProfiler
 
 from ...programs import run_program
 from ...threads import on_thread
-from .truth import check_lines_add_up, lines_of, sums_of
+from .truth import check_lines_add_up, lines_of, profiled, sums_of
 
 X = torch.randn(64, 256, requires_grad=True)
 
@@ -85,13 +84,6 @@ def calling_often():
 
 def negative(x):
     return torch.neg(x)
-
-
-def profiled(call, *functions):
-    gc.collect()
-    with LineProfiler(*functions, device="cpu") as profiler:
-        call()
-    return profiler
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,14 @@ def truth_of(call):
     return Truth(allocated, allocated - sum(changes), peak)
 
 
+def profiled(call, *functions):
+    """The line profiler of some functions on the CPU, after a call."""
+    gc.collect()
+    with LineProfiler(*functions, device="cpu") as profiler:
+        call()
+    return profiler
+
+
 def lines_of(profiler, function):
     """(hits, allocated, freed, peak) by the line's place in its function."""
     first = function.__code__.co_firstlineno
@@ -65,11 +73,8 @@ def check_lines_add_up(call, functions, capfd):
             return  # the exception, and the frames it held, end here
 
     truth = truth_of(wrapped)
-    gc.collect()
     capfd.readouterr()  # torch's own profiler may print
-    with LineProfiler(*functions, wrapped, device="cpu") as profiler:
-        wrapped()
-    assert sums_of(profiler) == truth
+    assert sums_of(profiled(wrapped, *functions, wrapped)) == truth
     assert truth.allocated_bytes > 0
     assert capfd.readouterr().err == ""
     assert not torch._C._autograd._profiler_enabled()

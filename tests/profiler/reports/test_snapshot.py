@@ -7,14 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tenure.profiler import (
-    Finding,
-    ProfilerUsageError,
-    Snapshot,
-    SnapshotDiff,
-    TensorRow,
-    snapshot,
-)
+from tenure.profiler import Finding, ProfilerUsageError, Snapshot, SnapshotDiff, TensorRow, snapshot
 
 HISTORY = []
 HERE = __name__

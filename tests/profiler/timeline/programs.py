@@ -21,13 +21,15 @@ class Cube(torch.autograd.Function):
         return grad * (ctx.square + 2 * x * x)
 
 
-class Cubed(nn.Module):
-    def __init__(self):
+class Through(nn.Module):
+    """A layer, and a function of what it returns."""
+
+    def __init__(self, layer, function):
         super().__init__()
-        self.first, self.second = nn.Linear(48, 96), nn.Linear(96, 3)
+        self.layer, self.function = layer, function
 
     def forward(self, x):
-        return self.second(Cube.apply(self.first(x)))
+        return self.function(self.layer(x))
 
 
 class Gpt(nn.Module):
@@ -58,35 +60,26 @@ class Checkpointed(nn.Module):
         return self.head(x)
 
 
-class Columns(nn.Module):
-    """Selects from one tensor in a loop, so that autograd adds many gradients to one."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(48, 64)
-
-    def forward(self, x):
-        h = self.first(x)
-        return torch.stack([(h[:, i] * (i + 1)).cos() * h[:, i] for i in range(8)], 1)
+def columns(h):
+    """Select from one tensor in a loop, so that autograd adds many gradients to one."""
+    return torch.stack([(h[:, i] * (i + 1)).cos() * h[:, i] for i in range(8)], 1)
 
 
-class Chosen(nn.Module):
-    """Gathers from a large tensor, so that autograd fills zeros in place."""
+def chosen(h):
+    """Gather from a large tensor, so that autograd fills zeros in place."""
+    return h.log_softmax(1).gather(1, torch.tensor([[3, 1, 2]]).expand(len(h), 3))
 
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(48, 512)
 
-    def forward(self, x):
-        return self.first(x).log_softmax(1).gather(1, torch.tensor([[3, 1, 2]]).expand(len(x), 3))
+def cubed():
+    return nn.Sequential(Through(nn.Linear(48, 96), Cube.apply), nn.Linear(96, 3))
 
 
 CASES = {
-    "perceptron with a custom function": (Cubed, lambda: torch.randn(16, 48), "AdamW"),
+    "perceptron with a custom function": (cubed, lambda: torch.randn(16, 48), "AdamW"),
     "GPT": (Gpt, lambda: torch.randint(0, 50, (4, 16)), "AdamW"),
     "checkpoints": (Checkpointed, lambda: torch.randn(16, 48), "RMSprop"),
-    "columns": (Columns, lambda: torch.randn(64, 48), "SGD"),
-    "chosen": (Chosen, lambda: torch.randn(64, 48), "SGD"),
+    "columns": (lambda: Through(nn.Linear(48, 64), columns), lambda: torch.randn(64, 48), "SGD"),
+    "chosen": (lambda: Through(nn.Linear(48, 512), chosen), lambda: torch.randn(64, 48), "SGD"),
 }
 
 
