@@ -121,6 +121,8 @@ class StepParts:
         writes: whether the function writes parameters; None where that does not matter.
         may_compile: whether anything is compiled in this process.
         compiled: the compiled modules and functions that it runs.
+        needs_graphs: whether the function runs with gradients in a pass that needs none. Compiled
+            code would be compiled once more without; each graph is freed with its outputs.
         aux: what the function returned beside its loss in this attempt, by the first sample, which
             is also their order.
         counts: what the sums of terms were divided by in this attempt, by name.
@@ -204,6 +206,7 @@ class StepParts:
         self.writes: WrittenParameters | None = None
         self.may_compile = has_compiled()
         self.compiled = [*filter(is_compiled, self.reached)] if self.may_compile else []
+        self.needs_graphs = bool(self.compiled)
 
     @property
     def reached(self) -> tuple[Any, ...]:

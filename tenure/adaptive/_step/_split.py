@@ -48,6 +48,9 @@ from ._loss import (
 from ._outputs import JoinedOutputs, Outputs
 from ._parts import Chunk, StepParts
 
+WITHOUT_GRAPH = "does not require grad"
+"""A part of the error of torch if something is differentiated that has no graph."""
+
 Kept = TypeVar("Kept")
 Result = tuple[Tensor, dict[str, Tensor]]
 """A loss, and its terms."""
@@ -272,15 +275,21 @@ def _two_passes(
     at_start = ModuleState(models.all, with_modes=False)
     at_end = ModuleState(models.all, with_modes=False)
     at_start.begin()
-    # compiled code would be compiled once more without gradients: there each graph is let go with
-    # its outputs, and the second pass has as much alive at once
-    with (
-        torch.enable_grad() if parts.compiled else torch.no_grad(),
-        models.telling(at_start.add, lambda new: drawn[-1].add(generators_of(new))),
-    ):
-        for i in range(n_chunks):
-            drawn.append(state.random_now())
-            outputs.append(forward(i)[0])
+    try:
+        with (
+            torch.enable_grad() if parts.needs_graphs else torch.no_grad(),
+            models.telling(at_start.add, lambda new: drawn[-1].add(generators_of(new))),
+        ):
+            for i in range(n_chunks):
+                drawn.append(state.random_now())
+                outputs.append(forward(i)[0])
+    except RuntimeError as error:
+        # the function differentiates by itself, as for forces or a gradient penalty
+        if parts.needs_graphs or WITHOUT_GRAPH not in str(error):
+            raise
+        parts.needs_graphs = True
+        parts.start_over()
+        return _two_passes(parts, n_chunks, forward, loss_of)
     # Older versions of torch keep weights that were cast without a graph in autocast's cache, and
     # these get no gradient in the second pass: https://github.com/pytorch/pytorch/issues/158232.
     torch.clear_autocast_cache()

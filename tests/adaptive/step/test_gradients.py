@@ -56,6 +56,29 @@ def test_each_model_and_loss_has_the_gradients_of_the_unsplit_step(model, loss):
         assert maximum - 1 <= max(result.sizes) <= maximum
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_function_that_differentiates_by_itself_does_so_in_both_passes(verify):
+    net, batch = made("MLP", 9, seed=0)
+    batch = {"x": batch["x"], "mask": torch.arange(9) % 4 != 0}
+
+    def outputs(b):
+        x = b["x"].clone().requires_grad_()
+        energies = net(x).square().sum(1)
+        forces = torch.autograd.grad(energies.sum(), x, create_graph=True)[0].square().sum(1)
+        return energies, forces * b["mask"]
+
+    def terms(b):
+        energies, forces = outputs(b)
+        return {"e": (energies.sum(), len(energies)), "f": (forces.sum(), b["mask"].sum())}
+
+    of_both = lambda o: o[0].mean() * o[1].mean()  # noqa: E731
+    energies, forces = outputs(batch)
+    whole = energies.mean() + forces.sum() / batch["mask"].sum()
+    compare(net, whole, terms, batch, maximum=4, verify=verify)
+    whole = of_both(outputs(batch))
+    compare(net, whole, outputs, batch, maximum=4, verify=verify, loss=of_both)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_batch_that_fits_is_the_plain_step_to_the_bit(loss):
     net, batch = made("MLP", 7, 0)
