@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -79,6 +80,8 @@ class TensorGrowth:
     def _watched(
         self, items: Iterator[_Item], warmup: int, n_steps: int, most_bytes: int
     ) -> Iterator[_Item]:
+        # what a test that has failed left in its traceback would be freed while this one grows
+        gc.collect()
         middle = (warmup + n_steps) // 2
         watch = GrowthWatch()
         looks: dict[int, Snapshot] = {}

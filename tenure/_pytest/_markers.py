@@ -72,6 +72,12 @@ def _refuse(marker: pytest.Mark, text: str) -> NoReturn:
     pytest.fail(f"@pytest.mark.{marker.name}({', '.join(given)}){text}", pytrace=False)
 
 
+class _TimelineOfTest(Timeline):
+    """What was in use before a test does not count, and so the test gains nothing by freeing it."""
+
+    _keeps_before = True
+
+
 class WatchedBlock:
     """A block in which a test runs.
 
@@ -80,7 +86,7 @@ class WatchedBlock:
     """
 
     def __init__(self, *, is_measured: bool, finds_leaks: bool, name: str) -> None:
-        self._timeline = Timeline() if is_measured else None
+        self._timeline = _TimelineOfTest() if is_measured else None
         self._scope = NewDisposeScope(name, policy="report") if finds_leaks else None
         self._open = ExitStack()
         self.peak: MeasuredPeak | None = None

@@ -9,7 +9,7 @@ import pytest
 
 from tests.programs import IMPORTED, run_program, run_python
 
-_HEAD = """import pytest, torch, unittest
+_HEAD = """import gc, pytest, torch, unittest
 from tenure import NewDisposeScope, is_disposed
 
 kept = []
@@ -80,6 +80,20 @@ def test_lines():
     for _ in range(3):
         held.append(torch.ones(1 << 18))
     held.append(held[0] * 2)
+
+old = [torch.ones(1 << 20)]
+leaf = torch.ones(1 << 18, requires_grad=True)
+leaf.grad = torch.zeros(1 << 18)
+
+@pytest.mark.limit_tensor_memory("2 MiB")
+def test_adds_to_a_gradient():
+    (leaf * 2).sum().backward()
+
+@pytest.mark.limit_tensor_memory("1 MiB")
+def test_frees_what_was_before():
+    torch.ones(1 << 17)
+    old.clear()
+    torch.ones(1 << 19)
 """
 _MARKERS = "()", "('many')", "('1 MB', '2 MB')"
 MARKERS = "\n".join(
@@ -162,8 +176,13 @@ _LOOPS = {
     "iter(range(9))": "TypeError: tensor_growth() got a range_iterator, which does not say*",
     "range(9), limit='much'": "*ByteSizeError*",
 }
-GROWTH = """def test_grows(tensor_growth):
-    for _ in tensor_growth(range(6)):
+GROWTH = """def test_fails_with_a_tensor():
+    x = torch.ones(1 << 20)
+    assert x is None
+
+def test_grows(tensor_growth):
+    for i in tensor_growth(range(6)):
+        if i == 4: gc.collect()
         holds()
         replaced = torch.ones(77)
 
@@ -206,13 +225,14 @@ def stories(tmp_path_factory):
 
 def test_a_test_fails_that_leaks_grows_or_takes_too_much_and_no_other(stories):
     assert stories.failed == [
+        "test_fails_with_a_tensor",
         "test_grows", "test_stops", *(f"test_loop_{n}" for n in range(4)),
         "test_leaks", "test_fails", "test_of_all", "test_both",
         "test_a_leak", "test_large", "test_own_error",
-        "test_just_above", "test_temporaries", "test_lines",
+        "test_just_above", "test_temporaries", "test_lines", "test_frees_what_was_before",
         *(f"test_marker_{n}" for n in range(3)),
     ]  # fmt: skip
-    assert len(stories.others) == 12
+    assert len(stories.others) == 13
 
 
 def test_a_test_above_its_limit_fails_with_the_lines_of_its_own(stories):
@@ -226,6 +246,8 @@ def test_a_test_above_its_limit_fails_with_the_lines_of_its_own(stories):
         "*3.0 MiB  other tensors, made at test_limits.py:31 in test_lines*",
         "*1.0 MiB  other tensors, made at test_limits.py:32 in test_lines*",
     )
+    freed = "*the tensors of the test took 2.0 MiB on cpu, and 1.0 MiB is its limit*"
+    assert says(stories.of["test_frees_what_was_before"], freed)
     assert "before the recording" not in stories.text
 
 

@@ -57,10 +57,12 @@ class TimedStorage(weakref.ref[UntypedStorage]):
         category: what it counts as, as far as is known while it lives.
         begin: the first moment that it counts in.
         went_in_backward: whether it has gone while a backward pass ran.
+        stays: whether it counts on though it has gone.
     """
 
     __slots__ = (
-        "account", "begin", "category", "key", "n_bytes", "place", "scope", "went_in_backward",
+        "account", "begin", "category", "key", "n_bytes", "place", "scope", "stays",
+        "went_in_backward",
     )  # fmt: skip
 
     key: int
@@ -71,6 +73,7 @@ class TimedStorage(weakref.ref[UntypedStorage]):
     category: str
     begin: int
     went_in_backward: bool
+    stays: bool
 
 
 class TimelineAccount:
@@ -83,12 +86,13 @@ class TimelineAccount:
         series: the moments that are kept, and the storages that were alive at them.
         began_bytes: what was in use when the recording began.
         known_bytes: of the storages that are known and alive.
+        stayed_bytes: of those that count on though they have gone.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.series = Series()
-        self.began_bytes = self.known_bytes = 0
+        self.began_bytes = self.known_bytes = self.stayed_bytes = 0
         self._counted = None if device.type == "cpu" else _counters_or_none(device)
         self._earlier_peak_bytes = 0 if self._counted is None else self._counted.peak
         self._highest_bytes = 0 if self._counted is None else self._counted.current
@@ -113,7 +117,7 @@ class TimelineAccount:
             is_higher = level_bytes > self._highest_bytes
             if is_last or is_higher or time.perf_counter_ns() >= self._next_ns:
                 level_bytes = self._read(counted.peak)
-        self.series.add(number, at_ns, level_bytes)
+        self.series.add(number, at_ns, level_bytes + self.stayed_bytes)
 
     def _read(self, before_bytes: int) -> int:
         began_ns = time.perf_counter_ns()

@@ -69,6 +69,10 @@ class TimelineRecorder(EagerMode):
 
     It is the mode that these operations meet, those of backward passes included.
 
+    Args:
+        keeps_before: whether a storage that was there before counts also once it is freed, so that
+            what is above the level of the beginning was made since.
+
     Attributes:
         stream: the allocator's events of the thread.
         is_open: whether it takes notes.
@@ -76,9 +80,10 @@ class TimelineRecorder(EagerMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_before: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
         prepare()
+        self._keeps_before = keeps_before
         self.stream = this_stream()
         self.is_open = False
         self._undo: list[Callable[[], object]] = []
@@ -339,6 +344,8 @@ class TimelineRecorder(EagerMode):
         if not self.is_open or entry is None or entry.account is not self._host:
             return
         if entry.n_bytes == total.nbytes():
+            if entry.place == BEFORE:
+                self._enter(total, BEFORE, entry.category, total.nbytes())
             self._end_life(entry)
             self.stream.hide_sum(entry.n_bytes)
 
@@ -374,7 +381,8 @@ class TimelineRecorder(EagerMode):
         entry.key, entry.account, entry.place = key_of(storage), account, place
         entry.scope = self._open_scopes.get(id(current_scope()), (OUTSIDE,))[0]
         entry.category, entry.begin = category, self._number
-        entry.n_bytes, entry.went_in_backward = account.taken_by(n_bytes), False
+        entry.n_bytes = account.taken_by(n_bytes)
+        entry.went_in_backward = entry.stays = False
         self._entries[entry.key] = entry
         account.known_bytes += entry.n_bytes
         self._n_events += 1
@@ -383,12 +391,14 @@ class TimelineRecorder(EagerMode):
         """Note that a storage died; a finalizer, on any thread and at any moment."""
         entry: Any = self._entries.get(reference.key)
         if entry is reference:
+            entry.stays = self._keeps_before and entry.place == BEFORE
             self._end_life(entry)
 
     def _end_life(self, entry: TimedStorage) -> None:
         """End the life that a storage had, with this size; the rest is done as the step is read."""
         del self._entries[entry.key]
         entry.account.known_bytes -= entry.n_bytes
+        entry.account.stayed_bytes += entry.stays * entry.n_bytes
         entry.went_in_backward = is_running_node()
         self._dead.append(entry)
 
@@ -423,12 +433,16 @@ class TimelineRecorder(EagerMode):
         """See `tenure._stream.Consumer`: tell the accounts what has happened in a step."""
         number, at_ns, dead = claim
         self._n_events += len(dead)
+        for n_bytes in [entry.n_bytes for entry in dead if entry.stays]:
+            self._host_base += n_bytes
+            if -n_bytes in changes:
+                changes.remove(-n_bytes)
         high = level_bytes
         if len(changes) > 1:
             high += max(accumulate(changes)) - sum(changes)
         self._host.series.add(number, at_ns, self._host_base + high)
         for entry in dead:
-            entry.account.tell(entry, number)
+            entry.account.tell(entry, FOREVER if entry.stays else number)
 
     def miss(self, claim: _Step, was_bytes: int, level_bytes: int) -> None:
         """See `tenure._stream.Consumer`."""

@@ -44,6 +44,9 @@ class Timeline:
         True
     """
 
+    # see `TimelineRecorder`
+    _keeps_before = False
+
     def __init__(self) -> None:
         self._status: _Status = "not yet open"
         self._report: TimelineReport | None = None
@@ -87,7 +90,7 @@ class Timeline:
                 "memory. Record the work itself."
             )
         self._home = os.getpid(), get_ident()
-        self._recorder = TimelineRecorder()
+        self._recorder = TimelineRecorder(keeps_before=self._keeps_before)
         try:
             self._recorder.open()
         # no __exit__ follows
