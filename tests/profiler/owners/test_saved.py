@@ -86,8 +86,8 @@ def test_sparse_gradients_indices_and_values_count():
 # asking changes nothing
 
 
-def test_no_hook_runs_and_no_checkpoint_is_recomputed():
-    calls = []
+def packed_graph(calls):
+    """A leaf's double and a loss of it; ``"forward"`` and ``"unpack"`` are added to ``calls``."""
 
     def body(x):
         calls.append("forward")
@@ -100,7 +100,12 @@ def test_no_hook_runs_and_no_checkpoint_is_recomputed():
     x = torch.ones(3, requires_grad=True) * 2
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
         product = (x * x).sum()
-    loss = checkpoint(body, x, use_reentrant=False).sum() + product
+    return x, checkpoint(body, x, use_reentrant=False).sum() + product
+
+
+def test_no_hook_runs_and_no_checkpoint_is_recomputed():
+    calls = []
+    _, loss = packed_graph(calls)
     assert any(record.is_packed for record in saved_for_backward(loss))
     assert calls == ["forward"]
     loss.backward()
