@@ -81,7 +81,7 @@ def test_nothing_of_a_run_stays():
     ("how", "named"),
     [
         ("optimizer", r"SGD\.step\(\) was called inside find_batch_siz"),
-        ("in place", "writes the parameter"),
+        *[(how, "writes the parameter") for how in ("data in place", "other data")],
     ],
 )
 def test_weights_that_the_function_moves_are_named_and_left(how, named):
@@ -92,9 +92,11 @@ def test_weights_that_the_function_moves_are_named_and_left(how, named):
         net(torch.randn(size, 64)).square().mean().backward()
         if how == "optimizer":
             optimizer.step()
-        else:
-            for p in net.parameters():
+        for p in net.parameters():
+            if how == "data in place":
                 p.data.sub_(p.grad)
+            elif how == "other data":
+                p.data = p.data - p.grad
 
     with unchanged(net), pytest.raises(AdaptiveUsageError, match=named) as caught:
         find_batch_size(train, high=64, budget="16MiB")

@@ -263,7 +263,7 @@ def test_mistakes_are_refused_by_name():
     for arguments, rank in (((), 0), ((0,), 0), ((4,), 4), ((4,), -1)):
         with pytest.raises(AdaptiveUsageError, match="Give at least one rank"):
             fake_ranks(*arguments, rank=rank).__enter__()
-    with fake_ranks(2), pytest.raises(AdaptiveUsageError, match="has a process group"):
+    with pytest.raises(AdaptiveUsageError, match="has a process group"), fake_ranks(2):
         fake_ranks(2).__enter__()
     with fake_ranks(2), pytest.raises(AdaptiveUsageError, match="the bytes of all gradients once"):
         nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
