@@ -211,12 +211,23 @@ def _place(parts: StepParts, extremes: dict[str, float]) -> tuple[Hashable, dict
     # a text may select another loss, and differs in each call where it names a sample
     shared = [leaf.value for leaf in parts.leaves if leaf.dim is None]
     values = _values([*held, *modules, *shared, spec.weight], own)
+    values["altered"] = _altered(modules)
     modes = hash(tuple([module.training for module in modules]))
     asked = [type(each) for each in (spec.weight, spec.then, spec.once)]
     loss = None if callable(spec.loss) else spec.loss
     options = spec.batchnorm, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
     kinds = tuple([_look_at(each).kind for each in held])
     return (kinds, modes, *asked, loss, options, _contents(parts.leaves, extremes)), values
+
+
+def _altered(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
+    """Return which modules have hooks, or a forward of their own, and the code of these."""
+    found: list[Any] = []
+    for i, module in enumerate(modules):
+        own = vars(module).get("forward")
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        found += [(i, _look_at(each).now) for each in (own, *hooks) if each is not None]
+    return tuple(found)
 
 
 # --- what a function holds

@@ -204,6 +204,21 @@ def a_closure_of_a_module():
     return loss, lambda: setattr(loss, "forward", made(0.25))
 
 
+def a_layer():
+    return nn.Sequential(nn.Identity()), lambda errors: hardest(errors, 0.25)
+
+
+def a_hook_of_a_layer():
+    loss, change = a_layer()
+    hook = lambda module, args, out: change(args[0])  # noqa: E731
+    return lambda e: loss(e).mean(), lambda: loss[0].register_forward_hook(hook)
+
+
+def the_forward_of_a_layer():
+    loss, change = a_layer()
+    return lambda e: loss(e).mean(), lambda: setattr(loss[0], "forward", change)
+
+
 def a_number_of_numpy():
     held = SimpleNamespace(share=np.float32(1))
     return lambda e: hardest(e, held.share), lambda: setattr(held, "share", np.float32(0.25))
@@ -217,8 +232,8 @@ def a_variable_of_the_environment():
 
 HELD = [
     a_variable, a_dict_in_a_dict, a_tensor, a_buffer, slots_below_a_module, a_text_of_an_object,
-    a_text_of_a_loss_of_torch, a_closure_of_a_module, a_number_of_numpy,
-    a_variable_of_the_environment,
+    a_text_of_a_loss_of_torch, a_closure_of_a_module, a_hook_of_a_layer, the_forward_of_a_layer,
+    a_number_of_numpy, a_variable_of_the_environment,
 ]  # fmt: skip
 
 
