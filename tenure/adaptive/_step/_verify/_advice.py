@@ -33,6 +33,10 @@ _OUTPUTS = (
     "(sum, count) or a dict of pairs, one for each term that has another denominator. Pass a "
     "penalty on parameters as once=. Mix samples, as in mixup, before step()."
 )
+_NO_PAIR = (
+    "A pair is (sum, count), and the first value of this one is a mean over samples. Return that "
+    "alone, and other values with has_aux=True: (loss, others)."
+)
 _WEIGHT = (
     "The backward pass is not linear, as with a hook that clamps gradients, and what (sum, count) "
     "divides by is known only after it. Return the mean, and pass the count as weight=."
@@ -55,6 +59,8 @@ def advice_for(step: SampledStep, parts: StepParts) -> str:
         return _WEIGHT
     if callable(parts.spec.loss):
         return first_that_fits(lambda n: _of_module(step, parts, n), most) or of_outputs(step)
+    if first_that_fits(lambda n: _has_mean_in_pair(step, n), most):
+        return _NO_PAIR
     if first_that_fits(lambda n: _is_clamped(step, n), most):
         return DO_NOT_CLAMP
     if declared := declaration_for(step, parts) or _of_router(parts):
@@ -72,6 +78,19 @@ def of_outputs(step: SampledStep) -> str:
         f"what it keeps elsewhere{such_as}: let it return what each sample gives alone, and do the "
         "rest in loss=, which gets all outputs."
     )
+
+
+def _has_mean_in_pair(step: SampledStep, n: int) -> bool:
+    """Return whether the first value of a pair is nearer to a mean than to a sum over samples."""
+    indices, a = chosen_samples(step.tree, step.n_samples, n), -(-n * 5 // 8)
+    places = ((0, n), (0, a), (a, n)) if a < n else ()
+    runs = [step.observe(indices[i:j], j - i, looks=True, learns=False) for i, j in places]
+    for name in runs[0].counts.keys() & runs[0].outcome.terms.keys() if runs else ():
+        whole, one, other = (float(r.outcome.terms[str(name)]) * r.counts[name] for r in runs)
+        mean = (one * a + other * (n - a)) / n
+        if abs(whole - mean) < abs(whole - one - other) / 4:
+            return True
+    return False
 
 
 def _is_clamped(step: SampledStep, n: int) -> bool:
