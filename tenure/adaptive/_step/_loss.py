@@ -178,11 +178,12 @@ def scalar(value: object, what: str) -> Tensor:
     Raises:
         AdaptiveUsageError: it is something else.
     """
+    wanted = _WANTED if what.startswith("The function") else "Return a scalar loss."
     if not isinstance(value, Tensor):
         lost = ", and a number has no graph: leave .item() out" if isinstance(value, float) else ""
-        raise AdaptiveUsageError(f"{what} returned {_brief(value)}{lost}. {_WANTED}")
+        raise AdaptiveUsageError(f"{what} returned {_brief(value)}{lost}. {wanted}")
     if value.numel() != 1 or not value.is_floating_point():
-        raise AdaptiveUsageError(f"{what} returned {describe_tensor(value)}. {_WANTED}")
+        raise AdaptiveUsageError(f"{what} returned {describe_tensor(value)}. {wanted}")
     return value if value.dim() == 0 else value.reshape(())
 
 

@@ -42,11 +42,13 @@ class Outputs:
         for leaf in self.tree.leaves:
             _refuse_without_gradient(leaf)
             if leaf.dim is not None and leaf.n_samples != n_samples:
+                several, is_odd = divmod(leaf.n_samples, n_samples)
+                chunks = f" {several} for each are {several} outputs, as chunk({several}) gives."
                 raise AdaptiveUsageError(
                     f"The function of step() got {n_samples} samples, and {leaf.path} has "
                     f"{leaf.n_samples}: {_described(leaf)}. A loss= of outputs needs one for each "
                     "sample. Say with out_dims= which dimension has the samples, or None where "
-                    "all samples share the output."
+                    f"all samples share the output.{'' if is_odd or several < 2 else chunks}"
                 )
         self.tensors = differentiable(self.tree)
         self.alike = _in_memory_of_others(self.tree)

@@ -178,6 +178,12 @@ ONE_COUNT = "a count with the term 'a' for one micro-batch and none for an"
         (lambda o: o.sum(), {"then": lambda s: s.item()}, r"then\(\) of step\(\) returned a float"),
         (lambda o: o.sum(), {"then": lambda s: s.detach()}, "No loss of step.. requires grad"),
         (lambda o: o, {"loss": lambda o: o}, r"loss\(\) of step\(\) returned float64\["),
+        (
+            lambda o: o,
+            {"loss": lambda o: _A},
+            r"step\(\) returned a dict, .*\. Return a scalar loss\.$",
+        ),
+        (lambda o: o.repeat(2, 1), {"loss": torch.sum}, r"2 for each are 2 outputs, as chunk\(2\)"),
         (lambda o: o[:1], {"loss": torch.sum}, r"got \d samples, and output has 1: float64\[1, 3"),
         (lambda o: o.sum(), {"loss": torch.sum}, "an output without samples that differs from one"),
         (lambda o: o.sum(), {"once": lambda: 3.0}, r"once\(\) of step\(\) returned a float, 3\.0"),
