@@ -325,7 +325,8 @@ class StepParts:
             if self.models.new and isinstance(error, ValueError):
                 self._refuse_new(length)
             if length < self.n_samples:
-                tell_of_part(error, length, self.n_samples, self.outside)
+                shared = [f"{leaf.path} (in_dims=None)" for leaf in self.leaves if leaf.is_shared]
+                tell_of_part(error, length, self.n_samples, self.outside, shared)
             raise
         if start in self.aux:
             self.aux[start] = _lasting(self.aux[start])
@@ -443,7 +444,11 @@ _CALL_OF_MODULES = "_call_impl"
 
 
 def tell_of_part(
-    error: Exception, length: int, n_samples: int, outside: Mapping[str, Tensor]
+    error: Exception,
+    length: int,
+    n_samples: int,
+    outside: Mapping[str, Tensor],
+    shared: Sequence[str],
 ) -> None:
     """Note on an error that the function ran on a part of the batch, where it is not told already.
 
@@ -452,6 +457,7 @@ def tell_of_part(
         length: the samples that it got.
         n_samples: the samples of the batch.
         outside: tensors of any shape that it takes from elsewhere than the batch, by name.
+        shared: the tensors of the batch that all samples share.
     """
     if isinstance(error, TenureError) or oom_info(error) is not None:
         return
@@ -460,11 +466,16 @@ def tell_of_part(
         for name, each in outside.items()
         if shape_of(each)[:1] == (n_samples,)
     ]
-    named = f": {listed(found, _MOST_NAMED)}" if found else ""
-    error.add_note(
-        f"step() ran the function on {length} of {n_samples} samples. Tensors that it takes from "
-        f"outside were not split{named}. Pass them in the batch, as in step(fn, (x, y))."
-    )
+    told = ""
+    if found or (outside and not shared):
+        named = f": {listed(found, _MOST_NAMED)}" if found else ""
+        told = (
+            f" Tensors that it takes from outside were not split{named}. Pass them in the batch, "
+            "as in step(fn, (x, y))."
+        )
+    elif shared:
+        told = f" {listed(shared, _MOST_NAMED)} was not split."
+    error.add_note(f"step() ran the function on {length} of {n_samples} samples.{told}")
 
 
 def tell_of_arguments(error: TypeError, entry: str) -> None:

@@ -60,6 +60,11 @@ class Leaf(NamedTuple):
     dim: _Dim
 
     @property
+    def is_shared(self) -> bool:
+        """True for a tensor that all samples share."""
+        return self.dim is None and isinstance(self.value, Tensor) and self.value.dim() > 0
+
+    @property
     def n_samples(self) -> int:
         """The number of its samples; only if it is split."""
         if self.dim == "items":

@@ -296,6 +296,10 @@ def test_an_error_in_a_part_names_what_was_not_split():
     assert note.startswith(f"step() ran the function on 4 of {len(x)} samples. Tensors that it")
     assert f"were not split: y (int64[{len(x)}] on cpu, " in note
     assert note.endswith("Pass them in the batch, as in step(fn, (x, y)).")
+    fn = lambda b: nn.functional.cross_entropy(net(b[0]), b[1])  # noqa: E731
+    with pytest.raises(ValueError, match="to match target batch_size") as caught:
+        step(fn, (x, y), maximum=4, in_dims=(0, None))
+    assert caught.value.__notes__[0].endswith(" samples. batch[1] (in_dims=None) was not split.")
 
 
 def test_a_tensor_of_an_attempt_that_was_kept_outside_says_how_to_return_it():
