@@ -552,9 +552,9 @@ class SplitBackward:
             found = f", such as {', '.join(map(repr, names))}," if names else ""
             raise AdaptiveUsageError(
                 f"The function of step() uses a tensor{found} that was computed before step() was "
-                "called, or it runs backward itself. A graph runs backward once, and each "
-                "micro-batch or attempt would need it again. Compute the tensor in the function, "
-                "or detach() it."
+                "called, or it runs backward itself, or once= uses what it computes. A graph runs "
+                "backward once, and each micro-batch or attempt would need it again. Compute the "
+                "tensor in the function, or detach() it."
             ) from error
 
 

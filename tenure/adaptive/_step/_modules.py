@@ -233,7 +233,7 @@ def written_modules(roots: Mapping[str, nn.Module], state: ModuleState) -> list[
 
 _FREEZE = (
     "Freeze them with eval(), use LayerNorm or GroupNorm, or accept statistics of each micro-batch "
-    'with batchnorm="per_chunk".'
+    'with batchnorm="per_chunk". If they do not run, pass as model= what does.'
 )
 _FREEZE_OR_UPDATE = (
     'Freeze them with eval(), or accept statistics of each micro-batch with batchnorm="per_chunk". '
