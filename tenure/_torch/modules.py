@@ -36,6 +36,8 @@ _UNSAVED = "torch.nn.Module._non_persistent_buffers_set"
 _calling: CodeType | None = getattr(optional(_CALL), "__code__", None)
 _wrapping = bound("torch.nn.Module._wrapped_call_impl", "paging")
 _saving = bound("torch.nn.Module._save_to_state_dict", "state_dict() of a paged model")
+_DEPTH_OF_READ = 16
+"""Frames from a property, through ``Module.parameters()``, to where the pager is asked."""
 _loading = bound("torch.nn.Module._load_from_state_dict", "load_state_dict() of a paged model")
 
 
@@ -76,6 +78,20 @@ def is_assigning(frame: FrameType, names: Iterable[str]) -> bool:
         del found["local_metadata"]["assign_to_params_buffers"]
         return False
     return any(found["prefix"] + name in found["state_dict"] for name in names)
+
+
+def is_asking_where(frame: FrameType | None) -> bool:
+    """Return whether a module's own ``device`` or ``dtype`` runs on the stack that a frame ends.
+
+    Models of transformers and diffusers have these properties, which read a parameter.
+    """
+    for _ in range(_DEPTH_OF_READ):
+        if frame is None:
+            return False
+        if frame.f_code.co_name in ("device", "dtype"):
+            return isinstance(frame.f_locals.get("self"), nn.Module)
+        frame = frame.f_back
+    return False
 
 
 class _CallsOfThread(threading.local):

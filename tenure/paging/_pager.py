@@ -8,6 +8,7 @@ garbage waits for the end of the capture.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Collection
 from queue import Empty, SimpleQueue
@@ -24,6 +25,7 @@ from tenure._errors import PagingError, PagingWarning
 from tenure._graph_capture import captures_somewhere, is_capturing
 from tenure._text import describe_tensor
 from tenure._torch.compiler import never_compiled
+from tenure._torch.modules import is_asking_where
 from tenure._torch.quiet import aside
 from tenure._torch.storages import key_of
 
@@ -297,9 +299,11 @@ class Pager:
         check_capture(self.engine.device, f"{host.name!r} is paged and was read")
         now = self._pass
         if now is None or not self.is_inside:
-            # Whoever reads a parameter outside of the forward may write to it, as optimizers and
-            # load_state_dict do, and no version tells of `.data`.
-            self.engine.let_host_write(host)
+            # Whoever reads a parameter outside of the forward may write to it, and no version tells
+            # of fused optimizers, collectives or `.data`. generate() asks for each token where the
+            # model is, and would have the embedding copied each time.
+            if not is_asking_where(sys._getframe(1)):
+                self.engine.let_host_write(host)
             self._read_outside = host
             return host.tensor
         if host in now.assigned:

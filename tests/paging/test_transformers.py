@@ -45,6 +45,14 @@ def test_generate_with_inputs_on_the_host_and_on_the_device(sim, name, is_on_dis
             assert torch.equal(model.generate(**there, **options).cpu(), expected)
 
 
+def test_generate_copies_no_weight_again_that_stays(sim):
+    """It asks for each token where the model is, by a property that reads a parameter."""
+    model = build("LlamaForCausalLM")
+    with page(model, sim.device, budget="64MiB") as handle:
+        model.generate(tokens(), max_new_tokens=3, do_sample=False)
+        assert handle.report().bytes_per_pass == 0
+
+
 @pytest.mark.parametrize("name", ["BeitModel", "XLNetModel"])
 def test_transformers_run_in_the_least_budget_that_an_error_names(name, tmp_path):
     model = build(name)
