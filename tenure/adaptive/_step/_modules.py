@@ -262,20 +262,6 @@ def refuse_coupled(
     )
 
 
-def refuse_handed_on(names: list[str], n_samples: int, size: int) -> NoReturn:
-    """Say what a micro-batch writes and the next one reads.
-
-    Raises:
-        BatchCoupledError: always.
-    """
-    raise BatchCoupledError(
-        f"The batch of {n_samples} has to be split into micro-batches of {size}, and each would "
-        f"read what the one before has written into {listed(names, most=6)}. Nothing was changed. "
-        f"{UPDATE_AFTER}",
-        tuple(names),
-    )
-
-
 _OptimizerGuard = tuple[str, Container[int] | None, Callable[[Tensor], bool] | None]
 """The name of a block, the identities of parameters that may not move in it, or None for all, and
 whether it needs the gradient of a leaf."""

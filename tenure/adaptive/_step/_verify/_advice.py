@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,10 +53,12 @@ DO_NOT_CLAMP = (
 def advice_for(step: SampledStep, parts: StepParts) -> str:
     """Return the declarations that may help, as sentences."""
     most = [min(MOST_SAMPLES, step.n_samples)]
-    if first_that_fits(lambda n: _is_handed_on(step, n), most):
-        into = listed(_named(step), most=3)
+    named = _named(step)
+    alone = {"apart": True}
+    if bool(named) and first_that_fits(lambda n: not _differ(step, n, {"size": n}, alone), most):
+        into = listed(named, most=3)
         return f"Each micro-batch reads what the one before has written into {into}. {UPDATE_AFTER}"
-    if first_that_fits(lambda n: _depends_on_scale(step, n), most):
+    if first_that_fits(lambda n: _differ(step, n, {"scale_of_guess": 1.0}, {}), most):
         return _WEIGHT
     if callable(parts.spec.loss):
         return first_that_fits(lambda n: _of_module(step, parts, n), most) or of_outputs(step)
@@ -107,21 +110,11 @@ def _named(step: SampledStep) -> list[str]:
     return sorted(step.kept - {""})
 
 
-def _is_handed_on(step: SampledStep, n: int) -> bool:
-    """Return whether parts give what the whole gives if each finds modules as the whole does."""
-    if not _named(step):
-        return False
+def _differ(step: SampledStep, n: int, one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two runs of a few samples differ, as the arguments of `observe` say."""
     indices = chosen_samples(step.tree, step.n_samples, n)
-    whole = step.observe(indices, n)
-    split = step.observe(indices, -(-n * 5 // 8), apart=True)
-    return not differences(step, whole, split, rtol_of(GRADIENTS, whole.rounded(), step.types))
-
-
-def _depends_on_scale(step: SampledStep, n: int) -> bool:
-    """Return whether gradients depend on the weight that is guessed for a sum with a count."""
-    indices = chosen_samples(step.tree, step.n_samples, n)
-    one, other = (step.observe(indices, -(-n * 5 // 8), scale_of_guess=2.0**i) for i in (0, 1))
-    return bool(differences(step, one, other, rtol_of(GRADIENTS, one.rounded(), step.types)))
+    a, b = (step.observe(indices, **{"size": -(-n * 5 // 8)} | how) for how in (one, other))
+    return bool(differences(step, a, b, rtol_of(GRADIENTS, a.rounded(), step.types)))
 
 
 def _of_router(parts: StepParts) -> str:

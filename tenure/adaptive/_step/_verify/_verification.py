@@ -17,7 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from tenure._callers import warn_user
-from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning, SplitMismatchError
+from tenure._errors import (
+    AdaptiveUsageError,
+    AdaptiveUsageWarning,
+    BatchCoupledError,
+    SplitMismatchError,
+)
 from tenure._show import steps
 from tenure._text import listed
 from tenure._torch.compiler import draws_again_in_backward, not_compiling
@@ -28,7 +33,7 @@ from ..._sizes import checked_size
 from .._arguments import StepSpec
 from .._gradients import Scaler
 from .._loss import ONLY, Reduction, plain_number, read_numbers
-from .._modules import refuse_handed_on
+from .._modules import UPDATE_AFTER
 from .._parts import Chunk, Divisors, StepParts
 from .._samples import SampleDims
 from .._split import StepOutcome
@@ -211,7 +216,13 @@ class Verification:
                 comparison.own_loss()
             step.forget()
             if comparison.hands_on:
-                refuse_handed_on(sorted(step.kept), step.n_samples, size)
+                names = sorted(step.kept)
+                raise BatchCoupledError(
+                    f"The batch of {step.n_samples} has to be split into micro-batches of {size}, "
+                    "and each would read what the one before has written into "
+                    f"{listed(names, most=6)}. Nothing was changed. {UPDATE_AFTER}",
+                    tuple(names),
+                )
             if step.refused is not None:
                 raise step.refused.with_traceback(None)
             if step.is_random and parts.compiled and draws_again_in_backward():
