@@ -385,13 +385,21 @@ class Comparison:
             )
         )
 
-    def own_loss(self) -> None:
-        """Compare the user's loss of outputs, which may read what the function keeps elsewhere."""
-        self.step.take_own_loss()
+    def own_loss(self) -> bool:
+        """Compare the user's loss of outputs, which may read what the function keeps elsewhere.
+
+        Returns:
+            Whether that could be done: a loss that remembers outside of modules gives other results
+            each time.
+        """
+        step, spec = self.step, self.step.spec
+        step.take_own_loss()
         self.samples()
-        # what it remembers itself it sees once in a step, and more often here
-        if self.remembers:
-            self.mismatch, self.remembers = None, False
+        if not self.remembers:
+            return True
+        step.forget()
+        step.spec, self.mismatch, self.remembers = spec, None, False
+        return False
 
     def _forget_rounding(self) -> None:
         """Forget a difference if it may be rounding, and memory ran out as that was asked."""

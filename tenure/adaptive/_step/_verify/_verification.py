@@ -212,8 +212,14 @@ class Verification:
         # a graph for each of its sizes and modes would cost minutes
         with not_compiling():
             self._could_compare = comparison.samples()
-            if comparison.mismatch is None and step.kept and not step.has_others:
-                comparison.own_loss()
+            is_asked = comparison.mismatch is None and step.kept and not step.has_others
+            if is_asked and not comparison.own_loss():
+                warn_user(
+                    f"{parts.name!r} keeps what it computes, so loss= was compared on a few "
+                    "samples, and it remembers them outside of modules. Keep that in buffers of "
+                    "a module, which are restored, or pass verify=False.",
+                    AdaptiveUsageWarning,
+                )
             step.forget()
             if comparison.hands_on:
                 names = sorted(step.kept)

@@ -432,6 +432,24 @@ def test_what_can_not_be_verified_is_warned_of():
         assert step(fn, samples(15), maximum=5).sizes == (5, 5, 5)
 
 
+def test_a_loss_that_remembers_beside_a_function_that_keeps_is_warned_of():
+    net, bank = small_net(), []
+
+    def outputs(b):
+        net.kept = net(b)
+        return net.kept
+
+    def loss(out):
+        bank.append(out.detach())
+        return torch.cat([out, *bank]).std()
+
+    with pytest.warns(AdaptiveUsageWarning, match="and it remembers them outside of modules"):
+        step(outputs, samples(16), loss=loss, maximum=4)
+    del bank[:]
+    step(net, samples(16), loss=loss, maximum=4)
+    assert len(bank) == 1
+
+
 @pytest.mark.parametrize("kind", [torch.Tensor, np.ndarray])
 def test_a_function_that_writes_into_its_batch_finds_it_new_in_each_run(kind):
     net, x = small_net(), samples(12)
