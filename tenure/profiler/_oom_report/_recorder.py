@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import ClassVar, Self
 
@@ -34,6 +34,11 @@ from ._watch import Watch
 
 # A program may handle thousands of a line: whoever looks for a size that fits does.
 _MOST_HANDLED, _MOST_OF_LINE = 8, 2
+_NOT_THE_LAST = (
+    "Memory ran out again after this. Of errors that the program handles, "
+    f"{_MOST_OF_LINE} of a line are explained, and {_MOST_HANDLED} in all. "
+    "Use record_oom() as a block, for each piece of work."
+)
 # What a look at a large heap takes, or as much of it as there is room for.
 _RESERVES_BYTES = (64 << 20, 16 << 20, 4 << 20)
 _MOST_LINES, _MOST_HOLDERS, _MOST_OF_TEXT = 4, 5, 400
@@ -55,6 +60,8 @@ class OomRecorder:
         self._opened_at = str(user_site())
         self._lines: Counter[str] = Counter()
         self._shown: OomReport | None = None
+        # whether an error came since the last that was explained
+        self._is_behind = False
         self._lock = threading.Lock()
         self._reserve = Reserve(*_RESERVES_BYTES)
         self._watch = Watch(self._saw)
@@ -67,9 +74,12 @@ class OomRecorder:
     def report(self) -> OomReport | None:
         """The last report, which says why the program or the block ended, if an error did.
 
-        None as long as memory has not run out.
+        None as long as memory has not run out. If memory ran out again without being explained, a
+        note says so.
         """
-        return self.reports[-1] if self.reports else None
+        if not self.reports or not self._is_behind:
+            return self.reports[-1] if self.reports else None
+        return replace(self.reports[-1], notes=(*self.reports[-1].notes, _NOT_THE_LAST))
 
     def close(self) -> None:
         """Stop waiting; a second time does nothing.
@@ -110,7 +120,8 @@ class OomRecorder:
 
     def _saw(self, error: BaseException, is_final: bool) -> None:
         """Explain an error, if it is one of memory and news."""
-        if not self._is_open or (not is_final and self._has_enough()):
+        # errors after which tenure tries again are no news
+        if not self._is_open or (not is_final and handles_ooms.get()):
             return
         if not self._lock.acquire(blocking=False):
             return
@@ -125,10 +136,9 @@ class OomRecorder:
             self._lock.release()
 
     def _has_enough(self) -> bool:
-        """Return whether errors that the program handles are no news any more."""
-        if handles_ooms.get() or self._lines.total() >= _MOST_HANDLED:
-            return True
-        return bool(self._lines) and self._lines[str(user_site())] >= _MOST_OF_LINE
+        """Return whether errors that the program handles are explained no more."""
+        of_line = self._lines[str(user_site())]
+        return self._lines.total() >= _MOST_HANDLED or of_line >= _MOST_OF_LINE
 
     def _note(self, error: BaseException, info: OomInfo, frame: FrameType | None) -> None:
         """Keep the report of the first error, and of the last: what ends the program may be it.
@@ -140,6 +150,9 @@ class OomRecorder:
         of_memory = (e for e in chain_of(error) if (i := oom_info(e)) and len(i.chain) == 1)
         root = next(of_memory, error)
         report: OomReport | None = vars(root).get(_REPORT)
+        self._is_behind = report is None and frame is not None and self._has_enough()
+        if self._is_behind:
+            return
         if report is None:
             self._reserve.free()
             try:
@@ -170,7 +183,7 @@ class OomRecorder:
 
 
 def record_oom(*, quiet: bool = False) -> OomRecorder:
-    """Explain the first out-of-memory error, at the moment that it is raised.
+    """Explain out-of-memory errors as they are raised, and print the first.
 
     Called alone it waits until the program ends; with ``with`` to the end of the block. An error
     that the program handles is seen as well, while all that it was about is still alive. On the

@@ -145,6 +145,16 @@ def test_an_error_with_the_text_of_an_earlier_one_is_explained_as_well():
     assert [site.partition(" in ")[2].rpartition(".")[2] for site in sites] == ["first", "second"]
 
 
+def test_the_report_says_that_later_errors_of_its_line_were_not_explained(recorder):
+    notes = []
+    for n_mib in (16, 32, 64):
+        with out_of_memory(), memory_budget("8MiB"):
+            torch.empty(n_mib << 20, dtype=torch.uint8)
+        notes.append("Memory ran out again after this." in str(recorder.report))
+    assert notes == [False, False, True]
+    assert recorder.report.requested_bytes == 32 << 20
+
+
 @pytest.mark.slow
 def test_an_error_that_ends_the_program_is_explained_beside_the_first():
     done = run_program(
