@@ -228,8 +228,9 @@ _SELF_AND_FAILS = _SELF + _FAILS
         (["app.zip", "a"], {"app.zip": _zipped(_SELF_AND_FAILS)}),
         (["deep/../deep/program.py"], {"deep/program.py": _SELF}),
         (["-m", "nowhere.at.all"], {}),
+        (["-m", "pytest", "-qq", "-W", "error"], {"test_it.py": "def test(): pass"}),
     ],
-    ids=["module", "code", "standard input", "folder", "zip", "path", "missing"],
+    ids=["module", "code", "standard input", "folder", "zip", "path", "missing", "pytest"],
 )
 def test_whatever_is_run_does_what_it_does_under_python(arguments, files, tmp_path):
     python, tenure = _both(tmp_path, arguments, files, input=_SELF_AND_FAILS)

@@ -18,6 +18,7 @@ from functools import partial
 from types import CodeType
 from typing import Any
 
+import tenure
 from tenure._errors import CommandError
 
 MAIN = "__main__"
@@ -124,6 +125,8 @@ class Program:
         _kept.append(sys.modules[MAIN])
         sys.modules[MAIN] = main
         sys.argv[:] = self.argv
+        # pytest would warn that tenure is imported and its assertions can't be rewritten
+        tenure.__doc__ = f"{tenure.__doc__}\nPYTEST_DONT_REWRITE\n"
         # with -P there is no such entry, neither ours nor the program's
         if not sys.flags.safe_path:
             del sys.path[0]

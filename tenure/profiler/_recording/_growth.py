@@ -41,6 +41,8 @@ _MOST_SAMPLES = 8
 _MAIN, _OF_EACH, _GRAPH, _HELD = "__main__.", "[…]", "graph of ", ", held by "
 # A variable that a function or a call has bound.
 _BOUND = re.compile(r"((?:closure|default|partial) of [^:]+): (.+)")
+# What a program names by number, such as `model.last7`, is a container without indices.
+_NUMBER = re.compile(r"\d+(?=[^.\]]*$)")
 _UNNAMED = "something without a name"
 _NO_VARIABLE = frozenset({"", "unknown", "autograd"})
 _ADVICE_OF_GRAPHS = "Keep .detach() or .item() of what is kept, or bound it."
@@ -158,7 +160,8 @@ def _places_of(entry: StorageEntry) -> Iterator[str]:
     if entry.kind == "cycle":
         yield cycle_of(name)
     elif entry.kind not in _NO_VARIABLE:
-        yield place_of(name)
+        inner, held, holders = place_of(name).partition(_HELD)
+        yield f"{_NUMBER.sub('…', inner)}{held}{holders}"
     elif entry.kind == "unknown":
         yield _UNNAMED
     elif not entry.kind and category in (PARAMETERS, BUFFERS):

@@ -240,6 +240,8 @@ class Recording(Report):
         elif self.ram_bytes is not None:
             lines.append(f"At most {format_bytes(self.ram_bytes)} of RAM{self._largest_at_end()}.")
         grown = [str(each) for each in self.growth[:1]]
+        if (n_more := len(self.growth) - 1) > 0:
+            grown.append(f"{n_more} more grew: tenure leaks lists them.")
         if not grown and self.seeks_leaks and self.n_looks is not None:
             grown = [self.leaks_found().no_growth()]
         return "\n".join((*lines, *grown))

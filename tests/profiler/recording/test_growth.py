@@ -263,6 +263,11 @@ def _link(kept):
     kept[:] = [link]
 
 
+def _set_an_attribute(kept):
+    kept[:] = kept or [_Holder()]
+    setattr(kept[0], f"last{len(vars(kept[0]))}", torch.ones(N))
+
+
 _BOUND = "Bound it, or keep numbers instead of tensors."
 _COLLECT = "gc.collect() frees it; break the cycle, or open a scope around what makes it."
 
@@ -275,6 +280,7 @@ _COLLECT = "gc.collect() frees it; break the cycle, or open a scope around what 
         (_register, "<lambda>: x", 1, "Keep the handle of each hook, and call handle.remove()."),
         (_make_a_cycle, "_Holder, in a reference cycle", 1, _COLLECT),
         (_append_in_a_hook, "<lambda>: outs", 1, _BOUND),
+        (_set_an_attribute, "kept[…].last…", 0, _BOUND),
         (_link, "kept[…].rest.….tensor", 1, _BOUND),
         (lambda kept: kept.append(torch.nn.Linear(N, N)), "Linear", 0, _BOUND),
         (_concatenate, "kept", 0, _BOUND),

@@ -246,6 +246,12 @@ def test_a_cell_of_a_table_is_no_formula_and_commands_no_terminal(name, tmp_path
     assert not [cell for cell in cells if cell[:1] in "=+-@" and cell]
 
 
+def test_the_summary_names_what_grew_most_and_counts_the_others():
+    *_, most, others = recording(growth=(growth(), growth("outs"))).summary().splitlines()
+    assert most.startswith("losses grew by 6 tensors, 24 B and ")
+    assert others == "1 more grew: tenure leaks lists them."
+
+
 @pytest.mark.parametrize(
     ("steps", "n_steps", "told"),
     [
