@@ -8,13 +8,15 @@ leaves the thread in a half-open state; nothing masks an exception of the user's
 
 from __future__ import annotations
 
+import dis
+import functools
 import inspect
 import logging
 import sys
 from collections.abc import Callable
 from threading import get_ident
-from types import FrameType, TracebackType
-from typing import Literal, NoReturn, Self, get_args
+from types import CodeType, FrameType, TracebackType
+from typing import Any, Literal, NoReturn, Self, get_args
 
 from torch import Tensor
 
@@ -74,6 +76,8 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 _DISPOSE: Policy = "dispose"
 # the flags of code objects whose frames can be suspended at a yield
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+# what RESUME says of a yield, and of `yield from`; 3 is an await
+_AFTER_YIELD = (1, 2)
 # who runs context managers and fixtures written as generators, where an open scope is meant
 _DRIVERS = ("contextlib", "_pytest", "pytest_asyncio")
 _logger = logging.getLogger("tenure.scopes")
@@ -606,6 +610,23 @@ def _tell_end(scope: DisposeScope) -> None:
         watcher.ended(scope)
 
 
+@functools.lru_cache
+def _yields_inside(code: CodeType, offset: int) -> bool:
+    """Return whether the ``with`` block that is entered at an offset has a yield, or may have."""
+    bytecode: Any = dis.Bytecode(code)
+    instructions = list(bytecode)
+    if not any(each.offset == offset and each.opname == "BEFORE_WITH" for each in instructions):
+        return True
+    # the parts of the block from which an exception goes to its exit
+    parts = [part for part in bytecode.exception_entries if part.start > offset]
+    own = [part for part in parts if part.target == parts[0].target]
+    return any(
+        each.opname == "RESUME" and each.arg & 3 in _AFTER_YIELD
+        for each in instructions
+        if own[0].start <= each.offset < own[-1].end
+    )
+
+
 def _warn_in_generator(frame: FrameType, scope: DisposeScope) -> None:
     """Warn that ``frame``, in which ``scope`` was just opened, can be suspended with it.
 
@@ -614,6 +635,8 @@ def _warn_in_generator(frame: FrameType, scope: DisposeScope) -> None:
     """
     driver = frame.f_back
     if driver is not None and module_of(driver).startswith(_DRIVERS):
+        return
+    if not _yields_inside(frame.f_code, frame.f_lasti):
         return
     warn_user(
         f"{scope!r} was opened inside the generator {frame.f_code.co_qualname}(); while that is "

@@ -17,7 +17,7 @@ from tenure._storages import inner_tensors
 
 Tree = TypeVar("Tree")
 """What the functions of ``*trees`` take and give back."""
-_PLAIN_IF_EMPTY = frozenset(map(id, (list, tuple, dict, set)))
+_PLAIN = frozenset(map(id, (list, tuple, dict, set)))
 
 
 def tensors_in(trees: Iterable[object]) -> list[Tensor]:
@@ -30,10 +30,10 @@ def tensors_in(trees: Iterable[object]) -> list[Tensor]:
 
 
 def required_tensors(trees: tuple[object, ...], call: str) -> list[Tensor]:
-    """Do as ``tensors_in``, but raise an error if a tree holds no tensor.
+    """Do as ``tensors_in``, but raise an error if a tree holds things and none is a tensor.
 
     Raises:
-        ScopeUsageError: no tree was passed, or one of them holds no tensor.
+        ScopeUsageError: no tree was passed, or one of them holds things and no tensor.
     """
     if not trees:
         raise ScopeUsageError(f"{call} was called without an argument. Pass the tensors it is for.")
@@ -42,7 +42,7 @@ def required_tensors(trees: tuple[object, ...], call: str) -> list[Tensor]:
         # attempts hand on a plain list; by identity, because a metaclass may have no hash
         is_plain = type(tree) is list and set(map(id, map(type, tree))) == {id(Tensor)}
         inside: Any = tree if is_plain else tensors_in((tree,))
-        if not inside:
+        if not (inside or _is_empty(tree)):
             raise ScopeUsageError(
                 f"{call} got {_brief(tree)}, which holds no tensor, and changed nothing. "
                 "Pass a tensor, or a list, tuple, dict, dataclass or pytree of tensors."
@@ -78,9 +78,17 @@ def _below(node: Any) -> list[Any]:
         ) from error
 
 
+def _is_empty(tree: object, depth: int = 8) -> bool:
+    """Return whether a tree is None or empty containers, as of a detector that found nothing."""
+    if tree is None:
+        return True
+    if id(type(tree)) not in _PLAIN or not depth:
+        return False
+    contents: Any = tree.values() if type(tree) is dict else tree
+    return all(_is_empty(each, depth - 1) for each in contents)
+
+
 def _brief(tree: object) -> str:
     kind = type(tree)
-    if tree is None:
-        return "None"
-    plain = id(kind) in _containers.SINGLE or (id(kind) in _PLAIN_IF_EMPTY and not tree)
-    return f"{kind.__name__} {repr(tree)[:40]}" if plain else f"a {kind.__name__}"
+    is_single = id(kind) in _containers.SINGLE
+    return f"{kind.__name__} {repr(tree)[:40]}" if is_single else f"a {kind.__name__}"

@@ -393,7 +393,14 @@ def test_a_disposed_tensor_names_the_call_that_disposed_it_and_its_owner():
     assert statistics().disposed_in_scope == 1
 
 
-@pytest.mark.parametrize("nothing", [None, object(), [[{"a": 1}]]])
+@pytest.mark.parametrize("nothing", [None, [], {"boxes": [], "masks": (None, {})}])
+def test_a_result_in_which_nothing_was_found_is_returned(nothing):
+    with NewDisposeScope() as scope:
+        assert all(verb(nothing) is nothing for verb in VERBS.values())
+        assert scope.move_to_outer(nothing) is nothing
+
+
+@pytest.mark.parametrize("nothing", [0, object(), [[{"a": 1}]]])
 def test_something_without_tensors_is_refused_by_name_and_the_rest_untouched(nothing):
     with NewDisposeScope() as scope:
         made = torch.ones(1)

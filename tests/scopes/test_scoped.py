@@ -14,6 +14,7 @@ from tenure import (
     ScopeUsageWarning,
     current_scope,
     is_disposed,
+    move_to_outer,
     owner_of,
     persist,
     scoped,
@@ -101,11 +102,21 @@ def test_a_block_in_a_generator_warns_where_it_stands_but_not_in_a_context_manag
         with NewDisposeScope("inner"):
             yield 1
 
+    def ended():
+        for n in range(2):
+            with NewDisposeScope("item") as scope:
+                try:
+                    made = move_to_outer(torch.ones(n))
+                finally:
+                    assert len(scope) == 0
+            yield made
+
     @contextlib.contextmanager
     def step():
         with NewDisposeScope("step") as scope:
             yield scope
 
+    assert [len(item) for item in ended()] == [0, 1]
     with pytest.warns(ScopeUsageWarning, match=r"inside the generator .*work\(\)") as caught:
         list(work())
     assert caught[0].filename == __file__
