@@ -79,6 +79,14 @@ def carry_hooks_over(handle: Tensor) -> None:
         leaf._post_accumulate_grad_hooks = post_hooks_of(handle)
 
 
+def is_mean(node: Any) -> bool:
+    """Return whether the node of a number is that of a mean, or of a loss of torch that is one."""
+    # nodes of losses keep the number of their reduction
+    return node is not None and (
+        node.name().startswith("Mean") or getattr(node, "_saved_reduction", None) == 1
+    )
+
+
 def is_running_node() -> bool:
     """Return whether autograd's engine called this code, also on a thread of its own."""
     return running_task() != -1

@@ -17,9 +17,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tenure._errors import AdaptiveUsageError
+from tenure._callers import warn_user
+from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning
 from tenure._oom import is_oom
 from tenure._text import describe_tensor
+from tenure._torch.autograd import is_mean
 from tenure._torch.quiet import without_functions
 
 Reduction = Literal["mean", "sum"]
@@ -31,6 +33,9 @@ _WANTED = (
     "Return a scalar loss, a pair (sum, count), or a dict of either; or return outputs, and pass "
     "the loss of all of them as loss=."
 )
+_BESIDE = "What is no part of the loss comes back with has_aux=True: return loss, others."
+_ADDING = ("Add", "Mul", "Div", "Sum", "Stack")
+_MOST_ADDENDS = 100
 
 
 @dataclass(slots=True)
@@ -105,18 +110,61 @@ def terms_of(returned: object, reduction: Reduction) -> Terms:
     return Terms({ONLY: _term(returned, "", reduction)}, named=False)
 
 
-def check_weight_is_used(terms: Terms, weight: object) -> None:
-    """Make sure that a weight is not given for terms that all bring their own.
+def check_declared(terms: Terms, weight: object, then: object) -> None:
+    """Make sure that terms are what they are declared to be.
 
     Raises:
-        AdaptiveUsageError: it is.
+        AdaptiveUsageError: a weight is given, and all terms bring their own; or a pair is no sum
+            with its count, such as a loss beside an accuracy; or a term is a part of another.
     """
+    has_counts = [term.count is not None for term in terms.by_name.values()]
+    if len(has_counts) == 1 and not has_counts[0]:
+        return
     # a weight of one term beside a count of another is right: each has what it divides by
-    if weight is not None and all(term.count is not None for term in terms.by_name.values()):
+    if weight is not None and all(has_counts):
         raise AdaptiveUsageError(
             "The function of step() returned sums with their counts, and weight= was given too. "
             "Leave weight= out, or return means."
         )
+    nodes = {name: term.value.grad_fn for name, term in terms.by_name.items()}
+    for name, term in terms.by_name.items():
+        if term.count is not None and is_mean(nodes[name]):
+            at = f" as {name!r}" if terms.named else ""
+            raise AdaptiveUsageError(
+                f"The function of step() returned a pair{at}, which is (sum, count), and the first "
+                f"of it is a mean. Return the mean alone. {_BESIDE}"
+            )
+    # what becomes of several is said by then=, and one sum may have two counts
+    if then is not None or any(has_counts):
+        return
+    for name, node in nodes.items():
+        below = _addends(node)
+        for other, part in nodes.items():
+            if part is not None and part in below and other != name:
+                raise AdaptiveUsageError(
+                    f"The function of step() returned the terms {other!r} and {name!r}, which "
+                    f"step() adds up, and {name!r} is made of {other!r}: it would count twice. "
+                    f"Return only one of them. {_BESIDE}"
+                )
+    without = [name for name, term in terms.by_name.items() if not term.value.requires_grad]
+    if torch.is_grad_enabled() and 0 < len(without) < len(nodes):
+        warn_user(
+            f"The function of step() returned the term {without[0]!r}, which has no graph, and "
+            f"adds it to the loss. {_BESIDE}",
+            AdaptiveUsageWarning,
+        )
+
+
+def _addends(node: Any) -> set[Any]:
+    """Return the nodes of what a number was added up of, and its own."""
+    found, waiting = {node}, [node]
+    while waiting and len(found) < _MOST_ADDENDS:
+        each = waiting.pop()
+        if each is not None and each.name().startswith(_ADDING):
+            below = [child for child, _ in each.next_functions if child not in found]
+            found.update(below)
+            waiting += below
+    return found
 
 
 def finished_loss(
@@ -214,7 +262,7 @@ def _count(count: object, what: str) -> Count:
     needs = " that requires grad" if isinstance(count, Tensor) and count.requires_grad else ""
     raise AdaptiveUsageError(
         f"{what} returned a count of {shown}{needs}. Return a number that is no function of what "
-        "is trained, such as how many elements the sum has."
+        f"is trained, such as how many elements the sum has. {_BESIDE}"
     )
 
 

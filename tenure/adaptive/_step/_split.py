@@ -34,8 +34,8 @@ from ._loss import (
     Reduction,
     Term,
     Terms,
+    check_declared,
     check_same_terms,
-    check_weight_is_used,
     combined,
     copied,
     finished_loss,
@@ -115,7 +115,7 @@ def _run_terms(parts: StepParts, of: ChunkTerms, chunks: Sequence[Chunk]) -> Res
     for i in range(len(chunks)):
         terms = of.of(i)
         if not i:
-            check_weight_is_used(terms, parts.spec.weight)
+            check_declared(terms, parts.spec.weight, parts.spec.then)
             named, with_counts = terms.named, terms.with_counts()
             has_counts = any(with_counts.values())
             if len(with_counts) > 1 and has_counts:
@@ -212,7 +212,7 @@ def _run_terms_twice(parts: StepParts, of: ChunkTerms, n_chunks: int) -> Result:
     def forward(i: int) -> tuple[dict[str, Term], list[Tensor]]:
         terms = of.of(i)
         if not first:
-            check_weight_is_used(terms, parts.spec.weight)
+            check_declared(terms, parts.spec.weight, parts.spec.then)
             first.append(terms.detached())
             # known where the first run found that nothing counts
             parts.counts = parts.counts or dict.fromkeys(terms.counts(), float("nan"))
@@ -405,7 +405,7 @@ def _whole(parts: StepParts) -> StepOutcome:
         with without_functions():
             returned = terms_of(returned, spec.loss)
             parts.counts = returned.counts()
-        check_weight_is_used(returned, spec.weight)
+            check_declared(returned, spec.weight, spec.then)
         terms = {
             name: term.value if term.count is None else term.value / term.count
             for name, term in returned.by_name.items()

@@ -39,7 +39,7 @@ from ._modules import no_optimizer_steps
 from ._parts import StepParts
 from ._samples import SampleDims
 from ._split import StepOutcome, run_at, try_at
-from ._verify import Verification, warn_of_total
+from ._verify import Verification
 
 Batch = TypeVar("Batch")
 
@@ -342,9 +342,6 @@ def _run(
             if options.verify and verifier is None and search.size < parts.n_samples:
                 verifier = Verification(parts)
             outcome = None if is_idle else run_at(parts, search.size, verifier)
-            is_whole = ranks is None and search.size >= parts.n_samples
-            if is_whole and options.verify and outcome is not None and len(outcome.terms) > 1:
-                warn_of_total(parts, outcome.terms)
             if ranks is not None:
                 return ranks.agree(outcome)
             assert outcome is not None

@@ -123,15 +123,15 @@ def searching_elsewhere(module):
 UNLIKE = "other terms on one rank than on another"
 ELSEWHERE = "Ranks that work together are in different calls"
 CASES = {
-    "a count on one rank": (replica, unlike(lambda s: (s, 9), lambda s: s * 0.0), UNLIKE),
+    "a count on one rank": (replica, unlike(lambda s: (s * 9, 9), lambda s: s * 0.0), UNLIKE),
     "another order of terms": (
         replica,
-        unlike(lambda s: {"a": s, "b": 2 * s}, lambda s: {"b": 2 * s, "a": s}),
+        unlike(lambda s: {"a": 3 * s, "b": 2 * s}, lambda s: {"b": 2 * s, "a": 3 * s}),
         UNLIKE,
     ),
     "a count that is nan": (
         replica,
-        unlike(lambda s: (s, 3.0), lambda s: (s, torch.tensor(float("nan")))),
+        unlike(lambda s: (s * 3, 3.0), lambda s: (s * 3, torch.tensor(float("nan")))),
         "returned a count of nan",
     ),
     "a weight that is nan": (
@@ -186,7 +186,7 @@ CASES = {
     ),
     "a count among terms": (
         replica,
-        lambda m: terms(m, lambda loss: {"a": loss, "b": (loss, 7)}),
+        lambda m: terms(m, lambda loss: {"a": loss, "b": (loss * 7, 7)}),
         "a count with 'b'",
     ),
     "a batch with a graph": (replica, computed_batch, "a batch that was computed with gradients"),
@@ -203,7 +203,7 @@ CASES = {
     "buffers that grow": (with_buffer, growing_buffers, "with buffers of other shapes"),
     "many terms": (
         replica,
-        lambda m: terms(m, lambda loss: {str(i): loss for i in range(17)}),
+        lambda m: terms(m, lambda loss: {str(i): loss * 1 for i in range(17)}),
         "returned 17 terms, and ranks can agree on 16",
     ),
     "post hooks": (post_hooked, plain, "4 of the parameters have a hook"),

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tenure import DisposedTensorError
-from tenure.adaptive import AdaptiveUsageError, step
+from tenure.adaptive import AdaptiveUsageError, AdaptiveUsageWarning, step
 
 from ..attempt.failures import out_of_memory_above
 from .step_cases import samples, small_net
@@ -208,6 +209,39 @@ def test_what_is_no_loss_or_weight_is_described(returned, options, message):
     with pytest.raises(AdaptiveUsageError, match=message):
         step(lambda b: returned(net(b)), samples(), **{"maximum": 4, "verify": False} | options)
     assert net[0].weight.grad is None
+
+
+@pytest.mark.parametrize("maximum", [4, None])
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda o: (o.mean(), o.argmax()), r"a pair, which is \(sum, count\), and the first of it"),
+        (
+            lambda o: {"a": (F.mse_loss(o, o * 0), 9)},
+            "a pair as 'a', .* and the first of it is a m",
+        ),
+        (lambda o: (o.sum(), o), "requires grad.*has_aux=True: return loss, others"),
+        (lambda o: dict.fromkeys("ab", o.mean()), "'b' and 'a', .* 'a' is made of 'b'"),
+        (lambda o: {"a": (a := o.mean()), "loss": a + 2 * o.sum()}, "'loss' is made of 'a'"),
+    ],
+)
+def test_what_is_no_part_of_the_loss_is_refused_beside_it(returned, message, maximum):
+    net = small_net()
+    with pytest.raises(AdaptiveUsageError, match=message):
+        step(lambda b: returned(net(b)), samples(), maximum=maximum)
+    assert net[0].weight.grad is None
+
+
+def test_a_term_without_a_graph_is_warned_of_and_terms_of_one_sum_are_not():
+    net = small_net()
+    with pytest.warns(AdaptiveUsageWarning, match="the term 'a', which has no graph"):
+        step(lambda b: {"loss": net(b).mean(), "a": net(b).detach().sum()}, samples())
+    step(lambda b: {"a": (total := net(b).sum(), 9), "b": (total, 3)}, samples())
+    step(
+        lambda b: {"a": (a := net(b).mean()), "b": a + 1},
+        samples(),
+        then=lambda terms: terms["b"],
+    )
 
 
 @pytest.mark.parametrize("returned", [lambda o: None, lambda o: (o.sum(), 9)])

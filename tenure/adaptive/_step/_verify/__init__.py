@@ -5,4 +5,3 @@ from ._compare import SplitReport as SplitReport
 from ._modes import ConstantNumbers as ConstantNumbers
 from ._verification import Verification as Verification
 from ._verification import check_split as check_split
-from ._verification import warn_of_total as warn_of_total

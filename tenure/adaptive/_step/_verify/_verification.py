@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -52,7 +52,7 @@ from ._compare import (
     rtol_of,
 )
 from ._runs import SampledRun, SampledStep, chosen_samples, first_that_fits
-from ._when import SplitCall, is_first_with_terms
+from ._when import SplitCall
 
 _COARSE = (torch.float16, torch.bfloat16)
 _UPDATE_AFTER = (
@@ -62,7 +62,6 @@ _UPDATE_AFTER = (
     "micro-batches may see it change."
 )
 _COUNT_RTOL = (1e-4, 2e-2)
-_TOTALS = {ONLY, "total", "total_loss", "loss_total"}
 
 
 Batch = TypeVar("Batch")
@@ -202,7 +201,11 @@ class Verification:
         # another attempt of this call splits in another way, as right
         if self._call is not None or not 1 < parts.n_samples > size:
             return
-        if not _can_be_compared(parts):
+        # without numbers there is nothing to compare; and a run of sharded modules may run out of
+        # memory, but then no other pass could follow
+        with without_functions():
+            has_none = any(isinstance(value, Tensor) and value.is_meta for value in parts.values)
+        if has_none or parts.exchange.is_sharded:
             return
         self._call = SplitCall(parts)
         if not self._call.is_due:
@@ -324,34 +327,6 @@ class Verification:
             advice,
         )
         raise SplitMismatchError(*self._call.place.refusal)
-
-
-def _can_be_compared(parts: StepParts) -> bool:
-    # without numbers there is nothing to compare; and a run of sharded modules may run out of
-    # memory, but then no other pass could follow
-    with without_functions():
-        has_none = any(isinstance(value, Tensor) and value.is_meta for value in parts.values)
-    return not has_none and not parts.exchange.is_sharded
-
-
-def warn_of_total(parts: StepParts, terms: Mapping[str, Tensor]) -> None:
-    """Warn if a total stands among the terms that it adds up; asked once for a function.
-
-    Of a batch that fits nothing else would tell.
-    """
-    totals = terms.keys() & _TOTALS
-    if not totals or not _can_be_compared(parts) or not is_first_with_terms(parts):
-        return
-    values = {name: float(value) for name, value in terms.items()}
-    for name in totals:
-        if values[name] and math.isclose(
-            2 * values[name], math.fsum(values.values()), rel_tol=1e-5
-        ):
-            warn_user(
-                f"{parts.name!r} returned the term {name!r}, which is the sum of the other terms, "
-                "and step() adds all of them: it counts twice. Leave it out.",
-                AdaptiveUsageWarning,
-            )
 
 
 class _LowestCount(NamedTuple):

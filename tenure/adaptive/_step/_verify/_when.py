@@ -113,7 +113,6 @@ class _CodeCounts:
     n_samples: int = 0
     n_extra: int = 0
     n_free: int = 0
-    has_terms: bool = False
     # of each part of a batch the largest label, or the sign of the least measurement, negated
     extremes: dict[str, float] = field(default_factory=dict)
     places: OrderedDict[Hashable, _CallSite] = field(default_factory=OrderedDict)
@@ -186,14 +185,6 @@ class SplitCall:
         """Note the lowest count that is known to be none that was clamped."""
         self.place.lowest[name] = known
         self._code.n_extra += n_samples
-
-
-def is_first_with_terms(parts: StepParts) -> bool:
-    """Return whether this is asked of the code of the function for the first time."""
-    with _lock:
-        code = _at(_codes, _identity_of(stands_for(parts.spec.fn)), _CodeCounts)
-        is_first, code.has_terms = not code.has_terms, True
-    return is_first
 
 
 def _at(known: OrderedDict[Hashable, Any], key: Hashable, make: type) -> Any:

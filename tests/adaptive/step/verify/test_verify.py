@@ -105,7 +105,7 @@ wrong(
 )
 no_weight = lambda b: b["x"].abs().sum()  # noqa: E731
 wrong("a weight that is none", squares, weight=no_weight, advice="leave weight= out.")
-wrong("a pair with a wrong count", lambda m, b: (ignoring(m, b), n_valid(b)))
+wrong("a pair with a wrong count", lambda m, b: (ignoring(m, b) * 1, n_valid(b)))
 
 
 class Clamping(nn.Module):
