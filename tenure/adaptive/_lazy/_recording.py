@@ -418,11 +418,16 @@ def _scaled(
             labels = _labels(n_samples, shapes, made)
             if labels is None:
                 why = "it mixes the samples"
-            elif any(label.is_batch for label in labels):
+            elif all(label.is_batch for label in labels):
                 return labels, "", cuts
-            else:
-                best = best or (labels, "", cuts)
+            # without data, no LSTM finds that its states are of another number of samples
+            elif best is None or _n_batches(labels) > _n_batches(best[0]):
+                best = labels, "", cuts
     return best or ([SHARED] * len(shapes), why, {})
+
+
+def _n_batches(labels: list[Label]) -> int:
+    return sum(label.is_batch for label in labels)
 
 
 def _labels(
@@ -463,8 +468,10 @@ def _possible_cuts(entry: RecordedCall, n: int) -> list[dict[int, Label]]:
         for i, t in plains.items()
         if t.dim() and t.shape[0] % n == 0 and t.shape[0] > n > 1 and i not in first
     }
+    # the states of an LSTM are cut together, and weights that are as large by chance are not
+    states = {i: cut for i, cut in first.items() if not isinstance(plains[i], nn.Parameter)}
     alone = [{i: cut} for i, cut in first.items()] if len(first) > 1 else []
-    ways = [first, *alone, first | later, flat, first | flat]
+    ways = [states, first, *alone, first | later, flat, first | flat]
     return [{}, *(way for i, way in enumerate(ways) if way and way not in ways[:i])]
 
 

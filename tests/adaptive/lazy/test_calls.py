@@ -114,6 +114,22 @@ def test_the_batch_may_stand_in_any_dimension(dim, model, x):
     assert_same(model, program, room=3)
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("width", [5, 8])
+def test_the_states_of_a_recurrent_network_are_cut_and_weights_of_as_many_rows_are_not(kind, width):
+    torch.manual_seed(0)
+    model = nn.ModuleList([kind(4, width, batch_first=True), nn.Linear(width, WIDE)]).double()
+    x = torch.randn(8, 3, 4).double()
+
+    def program(wrap):
+        out, _ = model[0](wrap(x))
+        loss = model[1](out[:, -1]).square().mean()
+        loss.backward()
+        return loss.item()
+
+    assert_same(model, program, room=3)
+
+
 # --- what has to run whole: the error says which call is the reason
 
 
