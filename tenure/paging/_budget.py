@@ -332,7 +332,8 @@ class PagingBudget:
             if error.minimum_bytes is None or not self._alive():
                 raise
             raise PagingError(
-                f"{error} {format_bytes(most_bytes)} is what other models leave of {self!r}.",
+                f"{error} {format_bytes(most_bytes)} is what other models leave of {self!r}. You "
+                "may also page this model before them.",
                 error.minimum_bytes,
             ) from None
 

@@ -383,7 +383,7 @@ def _check_unpaged(name: str, module: nn.Module) -> None:
     if any(isinstance(vars(module)[each], PagedDict) for each in ("_parameters", "_buffers")):
         raise PagingError(
             f"{name!r}, a {type(module).__name__}, is paged already. Unpage it with unpage() "
-            "of its handle first."
+            "of its handle first; without the handle, page a copy: copy.deepcopy(model)."
         )
     for attribute, library in _FOREIGN_HOOKS.items():
         if hasattr(module, attribute):

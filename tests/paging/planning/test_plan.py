@@ -1,3 +1,4 @@
+import copy
 from itertools import pairwise
 from pathlib import Path
 
@@ -146,10 +147,10 @@ def test_what_can_not_be_paged_is_refused(sim, make, message):
 
 def test_a_model_is_paged_once(sim, model):
     with page(model, sim.device):
-        with pytest.raises(
-            PagingError, match=r"^'0', a Linear, is paged already. Unpage it with unpage"
-        ):
+        told = r"^'0', a Linear, is paged already\. .*, page a copy: copy\.deepcopy"
+        with pytest.raises(PagingError, match=told):
             page(model, sim.device)
+        page(copy.deepcopy(model), sim.device).unpage()
         with pytest.raises(PagingError, match=r"^'0.0', a Linear, is paged already"):
             page(nn.Sequential(model), sim.device)
     page(model, sim.device).unpage()

@@ -133,6 +133,7 @@ def test_what_does_not_fit_is_refused_and_leaves_the_budget_as_it_was(sim):
         held_bytes = budget.held_bytes
         told = (
             r"can't be paged within .* what other models leave of <PagingBudget 40\.0 KiB on sim:0"
+            r".*\. You may also page this model before them\.$"
         )
         with pytest.raises(PagingError, match=told):
             page(linears(4, WIDTH), sim.device, budget=budget, keep=["0", "1", "2"])
