@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tenure._containers import passed_tensors
+from tenure._containers import passed_tensors, tensors_in
 from tenure._errors import AdaptiveUsageError
 from tenure._oom import oom_of_work
 from tenure._torch.modules import BatchNorm, InstanceNorm
@@ -287,7 +287,9 @@ class SampledStep:
                     self.has_unknown |= numbers.has_unknown
                     if looks:
                         self.kept |= _names_kept(parts)
-                        self.kept |= {"" for each in made if each() is not None}
+                        handed_out = {id(each) for each in tensors_in([outcome.aux])}
+                        there = [tensor for each in made if (tensor := each()) is not None]
+                        self.kept |= {"" for each in there if id(each) not in handed_out}
                     # modules that write their own buffers mix samples as well
                     if leaves_out and written_modules(parts.roots, parts.state.modules):
                         raise MixesSamples
