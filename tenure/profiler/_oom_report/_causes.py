@@ -6,6 +6,8 @@ as it did when the program began. Otherwise the cause is what ran.
 
 from __future__ import annotations
 
+import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -60,6 +62,8 @@ _LINEAR_LOSS = (
     if hasattr(F, "linear_cross_entropy")
     else "tenure.adaptive.step()"
 )
+_OF_WORKER = re.compile(r"^Caught \w+ in DataLoader worker process (\d+)")
+_LINES = re.compile(r'^ *File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
 # holders of a variable that is no container
 _VARIABLES = frozenset({"frame-local", "global", "attribute"})
 
@@ -91,11 +95,25 @@ UNKNOWN = Candidate("unknown", 0, "too little was seen to tell why.")
 
 def judge(facts: Facts) -> Candidate:
     """Find the cause, the certain ones first."""
-    rules = (_fragmentation, _other_process, _pile, _phase, _host, _weights, _batch)
+    certain = (_worker, _fragmentation, _other_process)
+    rules = (*certain, _pile, _phase, _host, _copies, _weights, _batch)
     return next(filter(None, (rule(facts) for rule in rules)), UNKNOWN)
 
 
 # --- what is certain by the numbers of the allocator and of the host
+
+
+def _worker(facts: Facts) -> Candidate | None:
+    """Return an error that a process of a loader has sent, with its own line."""
+    found = _OF_WORKER.search(facts.info.text)
+    if found is None:
+        return None
+    where = [each for each in _LINES.findall(facts.info.text) if "site-packages" not in each[0]]
+    at = "".join(
+        f" at {os.path.basename(path)}:{line} in {name}" for path, line, name in where[-1:]
+    )
+    text = f"in DataLoader worker {found[1]}{at}, whose tensors are not seen here."
+    return Candidate("unknown", 0, text)
 
 
 def _fragmentation(facts: Facts) -> Candidate | None:
@@ -150,6 +168,22 @@ def _weights(facts: Facts) -> Candidate | None:
     if not fixed or not is_much or fixed < 3 * facts.movable_bytes:
         return None
     return _too_large(facts, facts.bytes_of(PARAMETERS, BUFFERS))
+
+
+def _copies(facts: Facts) -> Candidate | None:
+    """Return copies of weights, which a checkpoint is loaded to or saved from."""
+    loads = "persistent_load" in facts.names
+    if facts.model is not None or not (loads or "state_dict" in facts.called_names):
+        return None
+    sizes = {row.n_bytes for row in facts.rows(PARAMETERS, BUFFERS)}
+    copied = sum(row.n_bytes for row in facts.rows(OTHERS) if row.n_bytes in sizes)
+    n_bytes = copied + facts.wanted_bytes
+    is_weight = min(sizes, default=0) <= facts.wanted_bytes <= 1.2 * max(sizes, default=0)
+    if not loads and (not is_weight or 2 * n_bytes < facts.movable_bytes):
+        return None
+    remedy = 'Load with map_location="cpu".' if loads else "Copy each to the host with .cpu()."
+    size = f"copies take {format_bytes(n_bytes)}{facts.of_total}"
+    return Candidate("weights", n_bytes, f"{line_of(facts.site)}: {size}. {remedy}")
 
 
 def _too_large(facts: Facts, n_bytes: int) -> Candidate:

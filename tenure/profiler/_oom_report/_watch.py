@@ -30,8 +30,9 @@ from tenure._heap import is_kind
 from tenure._storages import storage_of
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 from tenure._torch.gradient_sums import next_sequence
-from tenure._torch.modes import push_lowest, remove
+from tenure._torch.modes import is_active, push_lowest, remove
 from tenure._torch.optimizers import cell_of_step
+from tenure._torch.patches import Patch
 
 _OURS = "tenure.profiler._"
 _FOR_PYTHON = handle_torch_function.__code__
@@ -72,6 +73,8 @@ class Watch(TorchFunctionMode):
         self._handle: Any = None
         # of each class of optimizers: the cell of its step, what was there, and what is
         self._cells: dict[int, tuple[Any, Any, Any]] = {}
+        # torch.load() moves storages, of which no mode is told
+        self._moves = Patch(UntypedStorage, {"to": self._around_move})
         self.marks: deque[int] = deque(maxlen=_MOST_MARKS)
         self.n_steps = 0
         self.last_steps: _Weak[Optimizer, int] = _Weak()
@@ -84,6 +87,7 @@ class Watch(TorchFunctionMode):
         """Begin."""
         self._handle = register_optimizer_step_pre_hook(self._step_begins)
         push_lowest(self)
+        self._moves.begin()
         self._hook, self._thread_hook = sys.excepthook, threading.excepthook
         sys.excepthook, threading.excepthook = self._excepthook, self._in_thread
         self._is_open = True
@@ -93,6 +97,7 @@ class Watch(TorchFunctionMode):
         self._is_open = False
         self._handle.remove()
         remove(self)
+        self._moves.end()
         for cell, before, ours in self._cells.values():
             if cell.cell_contents is ours:
                 cell.cell_contents = before
@@ -193,6 +198,18 @@ class Watch(TorchFunctionMode):
             self.n_steps += 1
             self.last_steps[args[0]] = self.n_steps
             return result
+
+        return watched
+
+    def _around_move(self, move: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(move)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return move(*args, **kwargs)
+            except Exception as error:
+                if is_active(self):
+                    self._saw(error)
+                raise
 
         return watched
 

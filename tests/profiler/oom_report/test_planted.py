@@ -342,6 +342,16 @@ def main():
 === a model too large for the device | weights | weights; page( | 16MiB sim
 model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(40)))
 model.to(DEVICE)
+=== a checkpoint that is loaded to the device | weights | copies; map_location="cpu" | 6MiB sim
+model = mlp(512, 512, 512, 512).to(DEVICE)
+torch.save(model.state_dict(), "big.pt")
+try:
+    torch.load("big.pt", map_location=DEVICE)
+except torch.OutOfMemoryError:
+    pass
+=== a copy of all weights | weights | copies; .cpu() | 6MiB sim
+model = mlp(512, 512, 512, 512).to(DEVICE)
+best = {name: t.clone() for name, t in model.state_dict().items()}
 === lengths that differ | fragmentation | fragmentation; expandable_segments | 100MiB sim-cuda
 parts = [torch.empty(9 << 20, dtype=torch.uint8, device=DEVICE) for _ in range(10)]
 kept = parts[::2]
@@ -383,9 +393,12 @@ def _case(header, _, code):
 @pytest.mark.parametrize(
     ("name", "cause", "says", "where", "code"), [_case(*one) for one in PLANTED]
 )
-def test_the_cause_of_a_planted_error_is_told(name, cause, says, where, code, tmp_path):
+def test_the_cause_of_a_planted_error_is_told(
+    name, cause, says, where, code, tmp_path, monkeypatch
+):
     size, _, place = where.partition(" ")
     path = tmp_path / "train.py"
+    monkeypatch.chdir(tmp_path)
     path.write_text(
         _HEAD
         + _PLACES[place or "budget"].format(size=size)

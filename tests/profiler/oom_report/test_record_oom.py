@@ -87,6 +87,21 @@ def test_memory_that_nothing_was_found_in_has_no_known_cause():
     assert (report.requested_bytes, report.total_bytes) == (1 << 30, 20 << 30)
 
 
+def test_an_error_of_a_worker_has_the_line_of_the_worker():
+    text = (
+        "Caught RuntimeError in DataLoader worker process 3.\nOriginal Traceback:\n"
+        '  File "/lib/site-packages/torch/fetch.py", line 54, in fetch\n'
+        '  File "/home/me/data.py", line 7, in __getitem__\n'
+        "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."
+    )
+    with pytest.raises(RuntimeError), record_oom(quiet=True) as recorder:
+        raise RuntimeError(text)
+    assert recorder.report.first_line == (
+        "Out of memory; in DataLoader worker 3 at data.py:7 in __getitem__, whose tensors are not "
+        "seen here."
+    )
+
+
 # --- what it sees
 
 
