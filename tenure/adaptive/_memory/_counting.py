@@ -213,7 +213,11 @@ class CountingMode(DispatchMode):
         return self._account.live_bytes > self._limit_bytes
 
     def _refuse(self, what: Any, requested_bytes: int) -> NoReturn:
-        live_bytes, free_bytes = self.live_bytes, self.free_bytes
+        live_bytes = self.live_bytes
+        # a copy's storage, which is made before any operation, goes with the error
+        if live_bytes > self._limit_bytes:
+            live_bytes -= requested_bytes
+        free_bytes = self._limit_bytes - live_bytes
         text = (
             f"{self._device} out of memory. Tried to allocate {_exactly(requested_bytes)} in "
             f"{what}. memory_budget has a limit of {_exactly(self._limit_bytes)} on "

@@ -73,6 +73,15 @@ def test_the_error_gives_every_size_exactly():
     assert budget.live_bytes == kept.nbytes
 
 
+def test_a_refused_copy_is_not_in_use():
+    before, match = ones(2000), r"limit of 1\.0 KiB .* is free; 100 B \(100 bytes\) is in use"
+    with memory_budget(1024):
+        kept = ones(100)
+        with pytest.raises(OOM, match=match):
+            copy.deepcopy(before)
+    assert kept.nbytes == 100
+
+
 def test_the_results_of_a_refused_operation_are_gone_while_its_error_is_still_held():
     before = ones(100)
 
