@@ -22,6 +22,7 @@ from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning
 from tenure._oom import is_oom
 from tenure._text import describe_tensor
 from tenure._torch.autograd import is_mean
+from tenure._torch.fakes import are_made
 from tenure._torch.quiet import without_functions
 
 Reduction = Literal["mean", "sum"]
@@ -147,12 +148,17 @@ def check_declared(terms: Terms, weight: object, then: object) -> None:
                     f"Return only one of them. {_BESIDE}"
                 )
     without = [name for name, term in terms.by_name.items() if not term.value.requires_grad]
-    if torch.is_grad_enabled() and 0 < len(without) < len(nodes):
-        warn_user(
-            f"The function of step() returned the term {without[0]!r}, which has no graph, and "
-            f"adds it to the loss. {_BESIDE}",
-            AdaptiveUsageWarning,
-        )
+    if not torch.is_grad_enabled() or len(without) == len(nodes) or are_made():
+        return
+    for name in without:
+        # 0 is a term that is off
+        if terms.by_name[name].value:
+            warn_user(
+                f"The function of step() returned the term {name!r}, which has no graph, and "
+                f"adds it to the loss. {_BESIDE}",
+                AdaptiveUsageWarning,
+            )
+            return
 
 
 def _addends(node: Any) -> set[Any]:

@@ -237,6 +237,8 @@ def test_a_term_without_a_graph_is_warned_of_and_terms_of_one_sum_are_not():
     with pytest.warns(AdaptiveUsageWarning, match="the term 'a', which has no graph"):
         step(lambda b: {"loss": net(b).mean(), "a": net(b).detach().sum()}, samples())
     step(lambda b: {"a": (total := net(b).sum(), 9), "b": (total, 3)}, samples())
+    # as an auxiliary loss that is off
+    step(lambda b: {"loss": net(b).mean(), "a": torch.zeros(())}, samples())
     step(
         lambda b: {"a": (a := net(b).mean()), "b": a + 1},
         samples(),
