@@ -79,12 +79,17 @@ def carry_hooks_over(handle: Tensor) -> None:
         leaf._post_accumulate_grad_hooks = post_hooks_of(handle)
 
 
-def is_mean(node: Any) -> bool:
-    """Return whether the node of a number is that of a mean, or of a loss of torch that is one."""
-    # nodes of losses keep the number of their reduction
-    return node is not None and (
-        node.name().startswith("Mean") or getattr(node, "_saved_reduction", None) == 1
-    )
+def is_mean_over_rows(node: Any) -> bool:
+    """Return whether the node of a number is that of a mean, or of a loss of torch that is one.
+
+    A mean of what was summed over all, or over dimension 0, is none over rows.
+    """
+    if node is None or not node.name().startswith("Mean"):
+        # nodes of losses keep the number of their reduction
+        return getattr(node, "_saved_reduction", None) == 1
+    ((below, _),) = node.next_functions
+    is_of_sums = below is not None and below.name().startswith("Sum")
+    return node._saved_self_sym_numel > 1 and not (is_of_sums and 0 in below._saved_dim)
 
 
 def is_running_node() -> bool:

@@ -21,7 +21,7 @@ from tenure._callers import warn_user
 from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning
 from tenure._oom import is_oom
 from tenure._text import describe_tensor
-from tenure._torch.autograd import is_mean
+from tenure._torch.autograd import is_mean_over_rows
 from tenure._torch.fakes import are_made
 from tenure._torch.quiet import without_functions
 
@@ -129,7 +129,7 @@ def check_declared(terms: Terms, weight: object, then: object) -> None:
         )
     nodes = {name: term.value.grad_fn for name, term in terms.by_name.items()}
     for name, term in terms.by_name.items():
-        if term.count is not None and is_mean(nodes[name]):
+        if term.count is not None and is_mean_over_rows(nodes[name]):
             at = f" as {name!r}" if terms.named else ""
             raise AdaptiveUsageError(
                 f"The function of step() returned a pair{at}, which is (sum, count), and the first "

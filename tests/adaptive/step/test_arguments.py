@@ -246,6 +246,16 @@ def test_a_term_without_a_graph_is_warned_of_and_terms_of_one_sum_are_not():
     )
 
 
+@pytest.mark.parametrize("maximum", [4, None])
+@pytest.mark.parametrize("total", [lambda o: o.sum().mean(), lambda o: o.square().sum(0).mean()])
+def test_a_mean_of_sums_over_samples_is_a_sum_over_them(total, maximum):
+    net, batch = small_net(), samples()
+    weight = net[0].weight
+    (expected,) = torch.autograd.grad(total(net(batch)) / len(batch), weight)
+    step(lambda b: (total(net(b)), len(b)), batch, maximum=maximum)
+    torch.testing.assert_close(weight.grad, expected)
+
+
 @pytest.mark.parametrize("returned", [lambda o: None, lambda o: (o.sum(), 9)])
 def test_what_is_refused_in_parts_is_refused_in_a_batch_that_fits(returned):
     net = small_net()
