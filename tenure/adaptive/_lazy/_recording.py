@@ -418,16 +418,11 @@ def _scaled(
             labels = _labels(n_samples, shapes, made)
             if labels is None:
                 why = "it mixes the samples"
-            elif all(label.is_batch for label in labels):
+            elif any(label.is_batch for label in labels):
                 return labels, "", cuts
-            # without data, no LSTM finds that its states are of another number of samples
-            elif best is None or _n_batches(labels) > _n_batches(best[0]):
-                best = labels, "", cuts
+            else:
+                best = best or (labels, "", cuts)
     return best or ([SHARED] * len(shapes), why, {})
-
-
-def _n_batches(labels: list[Label]) -> int:
-    return sum(label.is_batch for label in labels)
 
 
 def _labels(
@@ -452,6 +447,15 @@ def _labels(
 
 def _possible_cuts(entry: RecordedCall, n: int) -> list[dict[int, Label]]:
     """Return which plain tensors may be cut: none, or each that has such a size."""
+    if entry.name == "lstm":
+        # Both states or none: torch reads past the smaller one. Without data, it does not tell that
+        # they are of another number of samples.
+        states = [
+            i
+            for i, tensor in enumerate(entry.tensors)
+            if tensor.dim() == 3 and tensor.shape[1] == n
+        ]
+        return [dict.fromkeys(states, Label(1)), {}] if len(states) == 2 else [{}]
     has_samples = any(value.meta.label.is_batch for value in entry.reads)
     plains = {
         i: tensor
@@ -468,10 +472,8 @@ def _possible_cuts(entry: RecordedCall, n: int) -> list[dict[int, Label]]:
         for i, t in plains.items()
         if t.dim() and t.shape[0] % n == 0 and t.shape[0] > n > 1 and i not in first
     }
-    # the states of an LSTM are cut together, and weights that are as large by chance are not
-    states = {i: cut for i, cut in first.items() if not isinstance(plains[i], nn.Parameter)}
     alone = [{i: cut} for i, cut in first.items()] if len(first) > 1 else []
-    ways = [states, first, *alone, first | later, flat, first | flat]
+    ways = [first, *alone, first | later, flat, first | flat]
     return [{}, *(way for i, way in enumerate(ways) if way and way not in ways[:i])]
 
 
