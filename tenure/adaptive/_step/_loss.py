@@ -36,6 +36,7 @@ _WANTED = (
 )
 _BESIDE = "What is no part of the loss comes back with has_aux=True: return loss, others."
 _ADDING = ("Add", "Mul", "Div", "Sum", "Stack")
+_SCALING = ("Mul", "Div")
 _MOST_ADDENDS = 100
 
 
@@ -167,9 +168,12 @@ def _addends(node: Any) -> set[Any]:
     while waiting and len(found) < _MOST_ADDENDS:
         each = waiting.pop()
         if each is not None and each.name().startswith(_ADDING):
-            below = [child for child, _ in each.next_functions if child not in found]
+            below = [child for child, _ in each.next_functions if child is not None]
+            # times a number; a product of two is another loss
+            if each.name().startswith(_SCALING) and len(below) > 1:
+                continue
+            waiting += [child for child in below if child not in found]
             found.update(below)
-            waiting += below
     return found
 
 

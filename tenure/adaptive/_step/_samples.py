@@ -23,8 +23,9 @@ from tenure._torch.compiler import is_compiled, mark_dynamic, marked_dynamic, ne
 from tenure._torch.modules import modules_told
 from tenure._torch.quiet import without_functions
 from tenure._torch.writes import versions_of
-from tenure.scopes import owner_of
+from tenure.scopes import owner_of, persist
 
+from .._undo import differing
 from ._gradients import leaves_of
 
 SampleDims: TypeAlias = (
@@ -372,6 +373,8 @@ class CutInputs:
             # one that the function itself lets require grad has a gradient of no interest
             self.leaves = leaves_of([value for _, value in self.trained]) if self.trained else []
         self.expects_writes = False
+        # what was written, and its values after that
+        self._rewritten: list[tuple[Tensor, Tensor]] = []
         self.n_samples = self.length = tree.n_samples()
 
     def written(self) -> Tensor | None:
@@ -384,18 +387,37 @@ class CutInputs:
         return None
 
     def begin(self) -> None:
-        """Make sure that the batch still is what the function was given the last time.
+        """Note what the function has written since it was given the batch the last time.
 
         Raises:
-            AdaptiveUsageError: it was written.
+            AdaptiveUsageError: as of `check_rewritten`.
         """
-        if not self.expects_writes and (written := self.written()) is not None:
-            raise AdaptiveUsageError(
-                "step() has to run its function again, which has written into "
-                f"{describe_tensor(written)} of the batch: to write twice is not the same as once, "
-                "as with x.div_(255). Gradients are as before, and the batch is not. Write into a "
-                "copy, as in x = x / 255."
-            )
+        if self.expects_writes or self.written() is None:
+            return
+        self.check_rewritten()
+        with persist(), without_functions(), torch.no_grad():
+            versions = versions_of(self._tensors)
+            for tensor, before, now in zip(self._tensors, self._versions, versions, strict=True):
+                if before != now and all(each is not tensor for each, _ in self._rewritten):
+                    self._rewritten.append((tensor, tensor.clone()))
+            self._versions = versions
+
+    def check_rewritten(self) -> None:
+        """Make sure that what was written once is the same after it was written again.
+
+        Raises:
+            AdaptiveUsageError: it is not, so that the gradients are those of another batch.
+        """
+        with without_functions(), torch.no_grad():
+            found = differing(self._rewritten)
+        for (tensor, _), differs in zip(self._rewritten, found, strict=True):
+            if differs:
+                raise AdaptiveUsageError(
+                    "step() has run its function again, which has written into "
+                    f"{describe_tensor(tensor)} of the batch twice, and that is not the same as "
+                    "once, as with x.div_(255). Gradients are as before, and the batch is not. "
+                    "Write into a copy, as in x = x / 255."
+                )
 
     def check_splittable(self) -> None:
         """Make sure that it is clear what a sample is, and that no graph would run twice.

@@ -342,6 +342,7 @@ def _run(
             if options.verify and verifier is None and search.size < parts.n_samples:
                 verifier = Verification(parts)
             outcome = None if is_idle else run_at(parts, search.size, verifier)
+            parts.inputs.check_rewritten()
             if ranks is not None:
                 return ranks.agree(outcome)
             assert outcome is not None

@@ -6,6 +6,7 @@ from ._module_state import ModuleState as ModuleState
 from ._module_state import modules_below as modules_below
 from ._module_state import named_modules as named_modules
 from ._notes import ContainerNote as ContainerNote
+from ._notes import differing as differing
 from ._notes import is_gone as is_gone
 from ._notes import noted_container as noted_container
 from ._rollback import AllOf as AllOf

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tenure import NewDisposeScope
 from tenure.adaptive import (
@@ -19,7 +20,7 @@ from tenure.adaptive import (
 
 from ..attempt.failures import out_of_memory_above
 from ..unchanged import unchanged
-from .step_cases import samples, small_net, squares
+from .step_cases import gradients, samples, small_net, squares, wanted_of, worst_error
 
 
 def fitting(net, most):
@@ -141,10 +142,28 @@ def test_a_function_that_would_write_into_the_batch_twice_is_refused(way):
     if way == "once":
         assert step(fn, x, **options).sizes == (2, 2, 2, 2)
         return
-    told = r"has written into float64\[8, 4\] on cpu, 256 B of the batch:"
+    told = r"has written into float64\[8, 4\] on cpu, 256 B of the batch twice,"
     with pytest.raises(AdaptiveUsageError, match=told):
         step(fn, x, **options)
     assert net[0].weight.grad is None
+
+
+def test_a_write_that_is_the_same_twice_is_none():
+    net, fits = small_net(), out_of_memory_above(2)
+
+    def fn(b):
+        b["labels"][b["labels"] == 2] = -100
+        fits(len(b["x"]))
+        return F.cross_entropy(net(b["x"]), b["labels"])
+
+    batch = {"x": samples(8), "labels": torch.tensor([0, 1, 2, 1, 0, 2, 1, 0])}
+    counted = {"weight": lambda b: (b["labels"].abs() < 2).sum()}
+    result = step(fn, batch, **counted)
+    assert result.sizes == (2, 2, 2, 2)
+    got, kept = gradients(net), batch["labels"] >= 0
+    net.zero_grad()
+    wanted = wanted_of(net, F.cross_entropy(net(batch["x"][kept]), batch["labels"][kept]))
+    assert worst_error(got, wanted) < 1e-10
 
 
 def test_an_empty_batch_does_what_the_plain_call_does():
