@@ -113,7 +113,8 @@ def _named(step: SampledStep) -> list[str]:
 def _differ(step: SampledStep, n: int, one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Return whether two runs of a few samples differ, as the arguments of `observe` say."""
     indices = chosen_samples(step.tree, step.n_samples, n)
-    a, b = (step.observe(indices, **{"size": -(-n * 5 // 8)} | how) for how in (one, other))
+    size: dict[str, Any] = {"size": -(-n * 5 // 8)}
+    a, b = (step.observe(indices, **(size | how)) for how in (one, other))
     return bool(differences(step, a, b, rtol_of(GRADIENTS, a.rounded(), step.types)))
 
 
