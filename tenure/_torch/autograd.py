@@ -87,9 +87,10 @@ def is_mean_over_rows(node: Any) -> bool:
     if node is None or not node.name().startswith("Mean"):
         # nodes of losses keep the number of their reduction
         return getattr(node, "_saved_reduction", None) == 1
-    below: Any = node.next_functions[0][0]
-    is_of_sums = below is not None and below.name().startswith("Sum")
-    return node._saved_self_sym_numel > 1 and not (is_of_sums and 0 in below._saved_dim)
+    if node._saved_self_sym_numel <= 1:
+        return False
+    below = node.next_functions[0][0]
+    return below is None or not below.name().startswith("Sum") or 0 not in below._saved_dim
 
 
 def is_running_node() -> bool:
