@@ -2,7 +2,7 @@
 
 Invariant: a tensor of samples is never passed on whole by accident; what can't be told is refused
 by its path. What all samples share is passed on itself. What one attempt or pass has written into
-the batch, no other one gets.
+the batch, no other one gets, unless it writes the same.
 """
 
 from __future__ import annotations
@@ -209,13 +209,8 @@ class SampleTree:
                     f'{self._argument} has "items" for {path}, which is a {type(value).__name__}. '
                     "Only a list or a tuple has items."
                 )
-            lengths = {len(each) if isinstance(each, list | tuple) else 0 for each in value}
-            if isinstance(value, tuple) and len(lengths) == 1 and min(lengths) > len(value) > 1:
-                raise AdaptiveUsageError(
-                    f'{self._argument} has "items" for {path}, which is a tuple of {len(value)} '
-                    f"lists, and each has {min(lengths)} items. To split these, give "
-                    f'("items",) * {len(value)}. If each of them is a sample, pass list({path}).'
-                )
+            if isinstance(value, tuple):
+                self._refuse_columns(value, path)
             self.leaves.append(Leaf(path, value, "items"))
             return next
         container = None if isinstance(value, _SIMPLE) else level_of(value)
@@ -301,6 +296,16 @@ class SampleTree:
                 "that all samples share it."
             )
         return dim
+
+    def _refuse_columns(self, value: tuple[Any, ...], path: str) -> None:
+        """Refuse "items" for a tuple of lists, which are hardly its samples."""
+        lengths = {len(each) if isinstance(each, list | tuple) else 0 for each in value}
+        if len(lengths) == 1 and min(lengths) > len(value) > 1:
+            raise AdaptiveUsageError(
+                f'{self._argument} has "items" for {path}, which is a tuple of {len(value)} '
+                f"lists, and each has {min(lengths)} items. To split these, give "
+                f'("items",) * {len(value)}. If each of them is a sample, pass list({path}).'
+            )
 
     def _advice(self, first: Leaf, leaf: Leaf) -> str:
         before, around = (
@@ -408,6 +413,8 @@ class CutInputs:
         Raises:
             AdaptiveUsageError: it is not, so that the gradients are those of another batch.
         """
+        if not self._rewritten:
+            return
         with without_functions(), torch.no_grad():
             found = differing(self._rewritten)
         for (tensor, _), differs in zip(self._rewritten, found, strict=True):
