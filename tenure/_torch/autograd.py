@@ -18,6 +18,8 @@ from .patches import Patch
 BACKWARD_TWICE = "through the graph a second time"
 """Part of the text of ERR_BACKWARD_TWICE in torch/csrc/autograd/saved_variable.cpp: torch has no
 class of its own for this error."""
+WITHOUT_GRAPH = "does not require grad"
+"""Part of the text of torch's error if something is differentiated that has no graph."""
 
 _ENGINE = "torch.autograd.graph._engine_run_backward"
 _OF_ENGINE = "tenure.profiler, and scopes in backward passes"

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
+from tenure._torch.autograd import WITHOUT_GRAPH
 from tenure._torch.quiet import without_functions
 
 from .._reachable import coupled_modules
@@ -47,9 +48,6 @@ from ._loss import (
 )
 from ._outputs import JoinedOutputs, Outputs
 from ._parts import Chunk, StepParts
-
-WITHOUT_GRAPH = "does not require grad"
-"""A part of the error of torch if something is differentiated that has no graph."""
 
 Kept = TypeVar("Kept")
 Result = tuple[Tensor, dict[str, Tensor]]
@@ -275,6 +273,7 @@ def _two_passes(
     at_start = ModuleState(models.all, with_modes=False)
     at_end = ModuleState(models.all, with_modes=False)
     at_start.begin()
+    starts_over = False
     try:
         with (
             torch.enable_grad() if parts.needs_graphs else torch.no_grad(),
@@ -287,7 +286,10 @@ def _two_passes(
         # the function differentiates by itself, as for forces or a gradient penalty
         if parts.needs_graphs or WITHOUT_GRAPH not in str(error):
             raise
-        parts.needs_graphs = True
+        starts_over = parts.needs_graphs = True
+    if starts_over:
+        # after the handler, whose error keeps all that the function has made
+        outputs.clear()
         parts.start_over()
         return _two_passes(parts, n_chunks, forward, loss_of)
     # Older versions of torch keep weights that were cast without a graph in autocast's cache, and
