@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from tenure.adaptive import AdaptiveUsageError, SplitDifference, SplitReport, check_split
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    SplitDifference,
+    SplitMismatchError,
+    SplitReport,
+    check_split,
+    step,
+)
 
 from ..unchanged import unchanged
 from .step_cases import samples, squares
@@ -208,6 +215,23 @@ def test_the_advice_is_what_helps_or_none():
     report = check_split(lambda b: (net(b).square().sum(), len(b) + 0.5), x)
     assert report.differences
     assert report.advice is None
+
+
+def test_advice_is_tried_without_calling_eval_of_a_layer():
+    class Merging(nn.Linear):
+        """Takes its inputs from their mean, and merges weights in eval() as layers of LoRA do."""
+
+        def train(self, mode=True):
+            self.weight.data.mul_(1 if mode else 2)
+            return super().train(mode)
+
+        def forward(self, x):
+            return super().forward(x - x.mean(0) if self.training else x)
+
+    torch.manual_seed(0)
+    net, x = nn.Sequential(Merging(4, 3)).double(), samples(8)
+    with unchanged(net), pytest.raises(SplitMismatchError, match=r"freeze it with eval\(\), or"):
+        step(lambda b: net(b).exp().mean(), x, maximum=4)
 
 
 def test_a_leaf_that_the_function_makes_itself_is_no_difference():

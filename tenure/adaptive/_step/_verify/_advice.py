@@ -55,7 +55,7 @@ def advice_for(step: SampledStep, parts: StepParts) -> str:
     most = [min(MOST_SAMPLES, step.n_samples)]
     named = _named(step)
     alone = {"apart": True}
-    if bool(named) and first_that_fits(lambda n: not _differ(step, n, {"size": n}, alone), most):
+    if named and first_that_fits(lambda n: not _differ(step, n, {"size": n}, alone), most):
         into = listed(named, most=3)
         return f"Each micro-batch reads what the one before has written into {into}. {UPDATE_AFTER}"
     if first_that_fits(lambda n: _differ(step, n, {"scale_of_guess": 1.0}, {}), most):
@@ -150,7 +150,9 @@ def _of_module(step: SampledStep, parts: StepParts, n: int) -> str:
         )
     modes = [(each, each.training) for each in module.modules()]
     try:
-        module.eval()
+        for each, _ in modes:
+            # eval() may do more: layers of LoRA merge their weights in it
+            each.training = False
         frozen = "freeze it with eval(), or " if first() != name else ""
     finally:
         for each, mode in modes:
