@@ -55,7 +55,7 @@ def advice_for(step: SampledStep, parts: StepParts) -> str:
     most = [min(MOST_SAMPLES, step.n_samples)]
     named = _named(step)
     alone = {"apart": True}
-    if named and first_that_fits(lambda n: not _differ(step, n, {"size": n}, alone), most):
+    if bool(named) and first_that_fits(lambda n: not _differ(step, n, {"size": n}, alone), most):
         into = listed(named, most=3)
         return f"Each micro-batch reads what the one before has written into {into}. {UPDATE_AFTER}"
     if first_that_fits(lambda n: _differ(step, n, {"scale_of_guess": 1.0}, {}), most):
