@@ -188,8 +188,8 @@ def step(
         on_retry: called with each AdaptiveEvent.
         verify: compare a few samples, and the loss of the whole batch, with the results of
             micro-batches before any gradient is written: the first three times that a call splits,
-            and rarely later. ``fn`` runs a few times more for it. False skips this, and does not
-            fix gradients.
+            the 5th, the 10th, and so on. ``fn`` runs a few times more for it. False skips this, and
+            does not fix gradients.
         predict: begin with the size that `predict_peak` says fits, if memory can be measured and no
             size is known. ``fn`` runs a few times more for it, on tensors without data. If nothing
             can be predicted, the step begins with the whole batch.

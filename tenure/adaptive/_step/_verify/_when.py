@@ -1,4 +1,4 @@
-"""When a step is verified: at calls 1, 2, 3 and 40 of a place, and then ever more rarely.
+"""When a step is verified: at calls 1, 2, 3, 5, 10, 20 and so on of a place.
 
 A place is code, the values that it holds, the declaration, the modes of modules, and the kind of
 the batch. Within it, numbers and texts that have changed are verified too. A place that was refused
@@ -96,11 +96,11 @@ class _CallSite:
         return [self.n_verified_at[path] for path in self.unverified]
 
     def note_verified(self) -> None:
-        """Set the next call, after the first ones 40, 400 and so on."""
+        """Set the next call, after the first ones 5, 10, 20 and so on."""
         self.n_verified += 1
         self.due = self.n_calls + 1
         if self.n_verified >= _FIRST:
-            self.due = next(n for i in count() if (n := 40 * 10**i) > self.n_calls)
+            self.due = next(n for i in count() if (n := 5 << i) > self.n_calls)
         for path in self.unverified:
             self.n_verified_at[path] += 1
         self.unverified.clear()
@@ -147,7 +147,8 @@ class SplitCall:
         place.n_calls += 1
         code.n_samples += parts.n_samples
         changed = place.changed(values)
-        is_early = place.n_verified < _FIRST or min(changed, default=_FIRST) < _FIRST
+        # calls on schedule cost little in any share: after each, as many follow without
+        is_early = place.n_calls == place.due or min(changed, default=_FIRST) < _FIRST
         # another model or loss may be wrong where many were right before it, and a place that was
         # refused stays so until the function is another one
         is_open = not place.n_verified or place.refusal is not None
@@ -157,10 +158,8 @@ class SplitCall:
 
     def allows(self, n_samples: int) -> bool:
         """Return whether so many more samples are no more than the share of all."""
-        # at these calls it costs little in any share, for so many were not verified
-        if self.is_first or self.place.n_calls in (40, 400, 4000):
-            return True
-        return bool(self._code.n_extra + n_samples <= _SHARE * self._code.n_samples)
+        within_share = self._code.n_extra + n_samples <= _SHARE * self._code.n_samples
+        return self.is_first or within_share
 
     def note_verified(self, n_samples: int) -> None:
         """Note that it was, with so many samples."""
