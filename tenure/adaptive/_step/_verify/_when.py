@@ -47,7 +47,8 @@ _FIRST = 3
 _SHARE = 0.02
 _MOST_PLACES = 1024
 _MOST_FREE = 64
-"""A piece of code is verified so often without a count of samples, beside new places."""
+"""A place, and the first calls of all places of a piece of code, are verified so often without a
+count of samples, beside new places."""
 _MAX_ITEMS = 32
 """So much is looked at of a container or an object."""
 _MOST_VALUES = 512
@@ -69,6 +70,7 @@ class _CallSite:
 
     n_calls: int = 0
     n_verified: int = 0
+    n_free: int = 0
     due: int = 1
     # of the last call, by path
     values: dict[Hashable, Any] = field(default_factory=dict)
@@ -148,11 +150,13 @@ class SplitCall:
         code.n_samples += parts.n_samples
         changed = place.changed(values)
         # calls on schedule cost little in any share: after each, as many follow without
-        is_early = place.n_calls == place.due or min(changed, default=_FIRST) < _FIRST
+        is_early = place.n_calls >= place.due or min(changed, default=_FIRST) < _FIRST
+        # one that comes back often is a program of its own, such as a fold of a cross-validation
+        n_free = place.n_free if place.n_calls > _FIRST else code.n_free
         # another model or loss may be wrong where many were right before it, and a place that was
         # refused stays so until the function is another one
         is_open = not place.n_verified or place.refusal is not None
-        self.is_first = is_open or (is_early and code.n_free < _MOST_FREE)
+        self.is_first = is_open or (is_early and n_free < _MOST_FREE)
         is_wanted = place.n_calls >= place.due or bool(changed) or is_open
         self.is_due = is_wanted and (self.is_first or self.allows(2 * parts.n_samples))
 
@@ -165,6 +169,7 @@ class SplitCall:
         """Note that it was, with so many samples."""
         if self.is_first:
             self._code.n_free += 1
+            self.place.n_free += 1
         else:
             self._code.n_extra += n_samples
         self.place.note_verified()
@@ -211,6 +216,7 @@ def _place(parts: StepParts, extremes: dict[str, float]) -> tuple[Hashable, dict
     shared = [leaf.value for leaf in parts.leaves if leaf.dim is None]
     values = _values([*held, *modules, *shared, spec.weight], own)
     values["altered"] = _altered(modules)
+    values |= _numbers(modules)
     modes = hash(tuple([module.training for module in modules]))
     asked = [type(each) for each in (spec.weight, spec.then, spec.once)]
     loss = None if callable(spec.loss) else spec.loss
@@ -227,6 +233,19 @@ def _altered(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         found += [(i, _look_at(each).now) for each in (own, *hooks) if each is not None]
     return tuple(found)
+
+
+def _numbers(modules: Sequence[nn.Module]) -> dict[Hashable, Any]:
+    """Return the numbers among buffers and parameters, and which parameters are trained."""
+    found: dict[Hashable, Any] = {}
+    trained: list[bool] = []
+    for i, module in enumerate(modules):
+        trained += [each.requires_grad for each in module._parameters.values() if each is not None]
+        for name, value in (*module._buffers.items(), *module._parameters.items()):
+            # such as the weight of a term that is warmed up; BatchNorm counts its batches
+            if value is not None and name != "num_batches_tracked" and _is_number(value):
+                found[i, name] = _of_tensor(value).parts
+    return {**found, "trained": trained}
 
 
 # --- what a function holds
@@ -294,11 +313,8 @@ def _look_at(value: Any) -> _Seen:
         held = vars(value)
         set_to = [item for item in held.items() if type(item[1]) in (bool, str)]
         without = [key for key, buffer in value._buffers.items() if buffer is None]
-        # such as the weight of a term that is warmed up
-        fixed = chain(value._buffers.items(), value._parameters.items())
-        numbers = [each for each in fixed if each[1] is not None and _is_number(each[1])]
         own = ((k, v) for k, v in held.items() if k not in OF_EVERY_MODULE)
-        parts = chain(own, numbers, value._modules.items())
+        parts = chain(own, value._modules.items())
         # by identity: another model of the same class may have another criterion
         me = _identity_of(value)
         return _Seen((me, *set_to, *without), me, parts)

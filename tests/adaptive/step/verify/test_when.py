@@ -204,6 +204,18 @@ def a_buffer():
     return (lambda e: hardest(e, loss.share)), lambda: loss.share.fill_(0.25)
 
 
+def a_buffer_of_a_layer():
+    loss = nn.Identity()
+    loss.register_buffer("share", torch.ones(1))
+    return (lambda e: hardest(loss(e), loss.share)), lambda: loss.share.fill_(0.25)
+
+
+def what_is_trained():
+    layer = nn.PReLU(init=1.0, dtype=torch.float64)
+    share = lambda: 1.0 if layer.weight.requires_grad else 0.25  # noqa: E731
+    return (lambda e: hardest(layer(e), share())), lambda: layer.requires_grad_(False)
+
+
 def slots_below_a_module():
     loss = nn.Sequential(nn.Identity(), Hardest())
     return loss, lambda: setattr(loss[1].settings.losses[0], "share", 0.25)
@@ -254,7 +266,7 @@ def a_variable_of_the_environment():
 HELD = [
     a_variable, a_dict_in_a_dict, a_tensor, a_buffer, slots_below_a_module, a_text_of_an_object,
     a_text_of_a_loss_of_torch, a_closure_of_a_module, a_hook_of_a_layer, the_forward_of_a_layer,
-    a_number_of_numpy, a_variable_of_the_environment,
+    a_number_of_numpy, a_variable_of_the_environment, a_buffer_of_a_layer, what_is_trained,
 ]  # fmt: skip
 
 
@@ -286,6 +298,23 @@ def test_a_number_that_changes_is_seen_beside_one_that_changes_in_each_call():
         step(fn, samples(16), maximum=8)
     share = 0.25
     refused(fn, samples(16), maximum=8)
+
+
+def test_a_change_is_seen_in_the_last_of_many_trainings_by_one_line():
+    def train(changes):
+        net, held = small_net(), SimpleNamespace(share=1.0)
+
+        def fn(b):
+            return hardest(net(b).square().sum(1), held.share)
+
+        for _ in range(8):
+            step(fn, samples(16), maximum=8)
+        if changes:
+            held.share = 0.25
+            refused(fn, samples(16), maximum=8)
+
+    for i in range(30):
+        train(changes=i == 29)
 
 
 # --- a change of the batch, of the declaration, or of the mode
