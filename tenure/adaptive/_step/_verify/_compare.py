@@ -462,13 +462,21 @@ class Comparison:
         while (n := max(n // 2, size + 1)) < numbers[-1]:
             numbers.append(n)
         fitting = [number for number in numbers if number <= most]
-        could = first_that_fits(functools.partial(self._compare_losses, outcome), fitting)
-        return bool(could or self.mismatch is not None)
 
-    def _compare_losses(self, outcome: StepOutcome, n: int) -> bool:
+        def compared(n: int) -> bool:
+            # part after part, because those of one may count alike
+            for start in range(0, most - n + 1, n):
+                part = None if n == self.step.n_samples else range(start, start + n)
+                if not self._compare_losses(outcome, part):
+                    break
+            return True
+
+        return bool(first_that_fits(compared, fitting) or self.mismatch is not None)
+
+    def _compare_losses(self, outcome: StepOutcome, indices: range | None) -> bool:
         self._forget_rounding()
         step = self.step
-        indices = None if n == step.n_samples else range(n)
+        n = step.n_samples if indices is None else len(indices)
         again = functools.partial(step.observe, indices, n, learns=False)
         whole, split = again(), SampledRun.of(outcome)
         # nothing needs to run again where the same samples gave the same numbers; outputs are added
@@ -476,8 +484,7 @@ class Comparison:
         is_other = callable(step.spec.loss) or step.spec.once is not None or indices is not None
         if step.is_random or is_other or step.without_statistics:
             split = step.observe(indices, max(outcome.sizes), learns=False)
-        self.agree(whole, split, _LOSSES, again)
-        return True
+        return self.agree(whole, split, _LOSSES, again)
 
     def agree(
         self,

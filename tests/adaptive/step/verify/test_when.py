@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tenure.adaptive import AdaptiveUsageWarning, SplitMismatchError, step
+from tenure.adaptive import AdaptiveUsageWarning, SplitMismatchError, memory_budget, step
 
 from ..step_cases import refused, samples, small_net
 
@@ -58,6 +58,19 @@ def test_a_mean_over_what_outputs_select_is_refused_before_twice_as_many_calls()
     train(9, bias=1.0)
     with pytest.raises(SplitMismatchError):
         train(1, bias=1.0)
+
+
+def test_all_samples_are_compared_in_parts_where_two_fit_without_gradients():
+    net = nn.Sequential(nn.Linear(4, 1000), nn.Tanh(), nn.Linear(1000, 1)).double()
+
+    def masked_mean(b):
+        counts = b[:, 0] < 1.1
+        return (net(b).square()[:, 0] * counts).sum() / counts.sum().clamp(min=1)
+
+    # the first ones count alike
+    x = torch.linspace(0, 2, 20, dtype=torch.float64).unsqueeze(1).repeat(1, 4)
+    with memory_budget("100KiB"):
+        refused(masked_mean, x, maximum=None)
 
 
 @pytest.mark.parametrize("changes", ["number", "shape", "history"])
