@@ -464,8 +464,8 @@ class Comparison:
         fitting = [number for number in numbers if number <= most]
 
         def compared(n: int) -> bool:
-            # part after part, because those of one may count alike
-            for start in range(0, most - n + 1, n):
+            # part after part, because those of one may count alike; the last one may overlap
+            for start in (*range(0, most - n, n), most - n):
                 part = None if n == self.step.n_samples else range(start, start + n)
                 if not self._compare_losses(outcome, part):
                     break
