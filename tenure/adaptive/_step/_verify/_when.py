@@ -6,8 +6,8 @@ once is verified in each call.
 
 Invariant: nothing here holds a function, a model or a tensor; a place that was not verified yet is
 verified, however many there were, and a call that failed or was refused counts for nothing; and
-over a long run at most 2 samples in 100 are run for verification, those of the first calls of a
-place, of its first changes and of refused places aside.
+over a long run at most 2 samples in 100 are run for verification, those of the calls above, of a
+place's first changes and of refused places aside.
 """
 
 from __future__ import annotations
@@ -216,7 +216,8 @@ def _place(parts: StepParts, extremes: dict[str, float]) -> tuple[Hashable, dict
     shared = [leaf.value for leaf in parts.leaves if leaf.dim is None]
     values = _values([*held, *modules, *shared, spec.weight], own)
     values["altered"] = _altered(modules)
-    values |= _numbers(modules)
+    for i, module in enumerate(own):
+        values |= {(i, name): number for name, number in _numbers_of(module)}
     modes = hash(tuple([module.training for module in modules]))
     asked = [type(each) for each in (spec.weight, spec.then, spec.once)]
     loss = None if callable(spec.loss) else spec.loss
@@ -235,17 +236,16 @@ def _altered(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _numbers(modules: Sequence[nn.Module]) -> dict[Hashable, Any]:
-    """Return the numbers among buffers and parameters, and which parameters are trained."""
-    found: dict[Hashable, Any] = {}
-    trained: list[bool] = []
-    for i, module in enumerate(modules):
-        trained += [each.requires_grad for each in module._parameters.values() if each is not None]
-        for name, value in (*module._buffers.items(), *module._parameters.items()):
-            # such as the weight of a term that is warmed up; BatchNorm counts its batches
-            if value is not None and name != "num_batches_tracked" and _is_number(value):
-                found[i, name] = _of_tensor(value).parts
-    return {**found, "trained": trained}
+def _numbers_of(module: nn.Module) -> list[tuple[Hashable, Any]]:
+    """Return the numbers in buffers and parameters by name, and which parameters are trained."""
+    # such as the weight of a term that is warmed up; BatchNorm counts its batches
+    numbers = [
+        (name, _number_in(value))
+        for name, value in chain(module._buffers.items(), module._parameters.items())
+        if value is not None and name != "num_batches_tracked" and _is_number(value)
+    ]
+    trained = [each.requires_grad for each in module._parameters.values() if each is not None]
+    return [*numbers, ("", hash(tuple(trained)))]
 
 
 # --- what a function holds
@@ -314,7 +314,7 @@ def _look_at(value: Any) -> _Seen:
         set_to = [item for item in held.items() if type(item[1]) in (bool, str)]
         without = [key for key, buffer in value._buffers.items() if buffer is None]
         own = ((k, v) for k, v in held.items() if k not in OF_EVERY_MODULE)
-        parts = chain(own, value._modules.items())
+        parts = chain(own, _numbers_of(value), value._modules.items())
         # by identity: another model of the same class may have another criterion
         me = _identity_of(value)
         return _Seen((me, *set_to, *without), me, parts)
@@ -383,15 +383,18 @@ def _of_tensor(value: Tensor) -> _Seen:
         return _Seen(("Tensor",), "")
     kind, number = (value.dtype, value.dim()), list[tuple[str, Any]]()
     if _is_number(value):
-        # read if no device has to be waited for
-        is_ready = value.device.type == "cpu"
-        number = [("", value.item() if is_ready else version_of(value))]
+        number = [("", _number_in(value))]
     return _Seen(("Tensor", kind), (*kind, value.requires_grad), number)
 
 
 def _is_number(value: Tensor) -> bool:
     is_plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
     return is_plain and not value.requires_grad and not value.is_meta and value.numel() == 1
+
+
+def _number_in(value: Tensor) -> Any:
+    # read if no device has to be waited for
+    return value.item() if value.device.type == "cpu" else version_of(value)
 
 
 class _ById(weakref.ref[Any]):

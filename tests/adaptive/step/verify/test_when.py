@@ -60,15 +60,16 @@ def test_a_mean_over_what_outputs_select_is_refused_before_twice_as_many_calls()
         train(1, bias=1.0)
 
 
-def test_all_samples_are_compared_in_parts_where_two_fit_without_gradients():
+@pytest.mark.parametrize(("n", "below"), [(20, 1.1), (21, 1.95)])
+def test_all_samples_are_compared_in_parts_where_two_fit_without_gradients(n, below):
     net = nn.Sequential(nn.Linear(4, 1000), nn.Tanh(), nn.Linear(1000, 1)).double()
 
     def masked_mean(b):
-        counts = b[:, 0] < 1.1
+        counts = b[:, 0] < below
         return (net(b).square()[:, 0] * counts).sum() / counts.sum().clamp(min=1)
 
     # the first ones count alike
-    x = torch.linspace(0, 2, 20, dtype=torch.float64).unsqueeze(1).repeat(1, 4)
+    x = torch.linspace(0, 2, n, dtype=torch.float64).unsqueeze(1).repeat(1, 4)
     with memory_budget("100KiB"):
         refused(masked_mean, x, maximum=None)
 
@@ -223,6 +224,13 @@ def a_buffer_of_a_layer():
     return (lambda e: hardest(loss(e), loss.share)), lambda: loss.share.fill_(0.25)
 
 
+def a_buffer_that_a_lambda_reaches():
+    loss = Hardest()
+    loss.register_buffer("share", torch.ones(1))
+    held, first_of = SimpleNamespace(first=loss), lambda held: held.first
+    return (lambda e: hardest(e, first_of(held).share)), lambda: loss.share.fill_(0.25)
+
+
 def what_is_trained():
     layer = nn.PReLU(init=1.0, dtype=torch.float64)
     share = lambda: 1.0 if layer.weight.requires_grad else 0.25  # noqa: E731
@@ -280,6 +288,7 @@ HELD = [
     a_variable, a_dict_in_a_dict, a_tensor, a_buffer, slots_below_a_module, a_text_of_an_object,
     a_text_of_a_loss_of_torch, a_closure_of_a_module, a_hook_of_a_layer, the_forward_of_a_layer,
     a_number_of_numpy, a_variable_of_the_environment, a_buffer_of_a_layer, what_is_trained,
+    a_buffer_that_a_lambda_reaches,
 ]  # fmt: skip
 
 
