@@ -210,6 +210,14 @@ class RngState:
                     return True
         return False
 
+    def drew_like(self, other: RngState) -> bool:
+        """Return whether the noted states of Python, NumPy and the like are those of another."""
+        mine, theirs = (
+            [state for state, *_ in each._noted if not isinstance(state, torch.Tensor)]
+            for each in (self, other)
+        )
+        return _same(mine, theirs)
+
     def add(self, generators: Iterable[Generator]) -> None:
         """Note more of the user's own, before they are used."""
         n_known = len(self._generators)

@@ -561,16 +561,22 @@ def exchanged(step: SampledStep) -> tuple[bool, Mismatch | None]:
 
 
 def _exchange(step: SampledStep, n: int) -> Mismatch | None:
-    """Exchange under a few random states: in one of them samples may mix by next to nothing."""
+    """Exchange under a few random states: in one of them samples may mix by next to nothing.
+
+    And other samples under each: those of one choice may all count alike.
+    """
     here = chosen_samples(step.tree, step.n_samples, n, spreads=True)
-    others = [i for i in range(step.n_samples) if i not in here]
-    # a small batch is exchanged with itself, in another order
-    there = others[:n] if len(others) >= n else [*here[n // 2 :], *here[: n // 2]]
+    order = [*here, *(i for i in range(step.n_samples) if i not in here)]
+    shuffled = torch.Generator().manual_seed(0)
     start, size = step.parts_of(here).state.random_now(), max(1, n // 4)
     # of each term, in one piece and in parts
     told: dict[str, list[tuple[Tensor, Tensor]]] = {}
     try:
         for _ in range(_N_STATES):
+            here, there = order[:n], order[n : 2 * n]
+            if len(there) < n:
+                # a small batch is exchanged with itself, in another order
+                there = [*here[n // 2 :], *here[: n // 2]]
             split = step.observe(here, size, learns=False).outcome.terms
             runs = [
                 step.observe([(first if i % 2 else second)[i] for i in range(n)], n, learns=False)
@@ -582,6 +588,7 @@ def _exchange(step: SampledStep, n: int) -> Mismatch | None:
             rtol = rtol_of(_EXCHANGED, runs[0].rounded(), step.types)
             # go on with the numbers that come after those of a run
             step.drawn.undo()
+            order = torch.randperm(len(order), generator=shuffled).tolist()
             for name in values[0]:
                 a, b, c, d = (each[name] for each in values)
                 error = abs(a - b - c + d) / (max(map(abs, (a, b, c, d))) or 1.0)

@@ -111,7 +111,8 @@ class SampledStep:
         without_statistics: whether those of a micro-batch were asked for, and are left out.
         is_random: whether it draws random numbers.
         draws_elsewhere: whether it draws others than torch's.
-        has_unknown: whether numbers were drawn that differ for parts.
+        draws_by_sample: whether it draws more of these for more samples.
+        has_unknown: whether numbers of torch were drawn that differ for parts.
         types: the types of floating point to which its operations round.
         unnamed: the leaves that were not known before they were used, by identity, and what they
             are called in all runs; they are kept so that their identity stays theirs.
@@ -134,13 +135,15 @@ class SampledStep:
         self.tree, self.n_samples = parts.tree, parts.n_samples
         # until it was looked at: taken for random, it is compared with more care
         self.is_random = self.draws_elsewhere = True
-        self.has_unknown = False
+        self.has_unknown = self.draws_by_sample = False
         self.types: set[torch.dtype] = set()
         self.unnamed: dict[int, tuple[Tensor, str]] = {}
         self.refused: AdaptiveUsageError | None = None
         self.kept: set[str] = set()
         self.n_run = 0
         self.drawn = RngState()
+        # random state after the first call of the function, each of which begins alike
+        self._after_call: RngState | None = None
         self._parts = parts
         # the same tensors in each run, so that their gradients are known again
         self._shared = [_part_of(leaf, None) if leaf.dim is None else None for leaf in parts.leaves]
@@ -151,7 +154,7 @@ class SampledStep:
     @property
     def has_others(self) -> bool:
         """True if parts may get different random numbers from the whole."""
-        return self.has_unknown or self.draws_elsewhere
+        return self.has_unknown or self.draws_by_sample
 
     def parts_of(self, indices: Sequence[int] | None) -> StepParts:
         """Return the step on copies of some samples, without their graphs.
@@ -231,11 +234,16 @@ class SampledStep:
             if apart:
                 parts.state.modules.undo()
             if not callable(spec.loss):
-                return spec.fn(batch)
-            with DisposeScope() as scope:
                 returned = spec.fn(batch)
-                made.extend(map(weakref.ref, scope.owned()))
-                scope.move_to_outer(scope.owned())
+            else:
+                with DisposeScope() as scope:
+                    returned = spec.fn(batch)
+                    made.extend(map(weakref.ref, scope.owned()))
+                    scope.move_to_outer(scope.owned())
+            if self.draws_elsewhere:
+                now = parts.state.random_now()
+                self._after_call = self._after_call or now
+                self.draws_by_sample |= not now.drew_like(self._after_call)
             return returned
 
         with ExitStack() as block:

@@ -283,8 +283,8 @@ class Verification:
                 self._refuse(comparison.mismatch, step, size)
         if not self._could_compare:
             # what was wrong once may be wrong again, and nothing tells that it is not
-            if call.place.refusal is not None:
-                raise SplitMismatchError(*call.place.refusal)
+            if call.program.refusal is not None:
+                raise SplitMismatchError(*call.program.refusal)
             # what lazy() splits by is no claim of the user's, who could do nothing about it
             if parts.spec.entry == "step":
                 warn_user(
@@ -318,7 +318,7 @@ class Verification:
         assert self._call is not None
         if advice is None:
             advice = advice_for(step, self._parts)
-        self._call.place.refusal = (
+        self._call.program.refusal = (
             f"The batch of {step.n_samples} has to be split into micro-batches of {size}, and "
             f"{self._parts.name!r} would give other results then: {found.text}. Gradients and "
             f"modules are as before. {advice}",
@@ -326,7 +326,7 @@ class Verification:
             found.split,
             advice,
         )
-        raise SplitMismatchError(*self._call.place.refusal)
+        raise SplitMismatchError(*self._call.program.refusal)
 
 
 class _LowestCount(NamedTuple):

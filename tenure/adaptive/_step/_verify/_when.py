@@ -1,13 +1,13 @@
-"""When a step is verified: at calls 1, 2, 3, 5, 10, 20 and so on of a place.
+"""When a step is verified: at calls 1, 2, 3, 5, 10, 20 and so on of a program with a kind of batch.
 
-A place is code, the values that it holds, the declaration, the modes of modules, and the kind of
-the batch. Within it, numbers and texts that have changed are verified too. A place that was refused
-once is verified in each call.
+A program is code, what it holds, the declaration and the modes of modules. The first changes of a
+number or text in it begin anew, later ones are verified once. A program that was refused is
+verified in each call.
 
-Invariant: nothing here holds a function, a model or a tensor; a place that was not verified yet is
-verified, however many there were, and a call that failed or was refused counts for nothing; and
-over a long run at most 2 samples in 100 are run for verification, those of the calls above, of a
-place's first changes and of refused places aside.
+Invariant: nothing here holds a function, a model or a tensor; a kind of batch that was not verified
+yet is verified, however many there were, and a call that failed or was refused counts for nothing;
+and over a long run at most 2 samples in 100 are run for verification, those of the calls above, of
+a program's first changes and of refused programs aside.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _FIRST = 3
 _SHARE = 0.02
 _MOST_PLACES = 1024
 _MOST_FREE = 64
-"""A place, and the first calls of all places of a piece of code, are verified so often without a
-count of samples, beside new places."""
+"""A program, and the first calls of all programs of a piece of code, are verified so often without
+a count of samples, beside new kinds of batches."""
 _MAX_ITEMS = 32
 """So much is looked at of a container or an object."""
 _MOST_VALUES = 512
@@ -65,37 +65,19 @@ _FAR_ABOVE = 1.5
 
 
 @dataclass(slots=True)
-class _CallSite:
-    """The counts of a place, split and verified, and its next call to verify."""
+class _Place:
+    """The counts of a kind of batch in a program, split and verified, and its next call to verify.
+
+    Attributes:
+        lowest: the lowest count of each term that was looked at.
+        n_ties: how often a count was as low.
+    """
 
     n_calls: int = 0
     n_verified: int = 0
-    n_free: int = 0
     due: int = 1
-    # of the last call, by path
-    values: dict[Hashable, Any] = field(default_factory=dict)
-    # how many values were verified of what has changed since; the first one counts
-    n_verified_at: dict[Hashable, int] = field(default_factory=dict)
-    unverified: set[Hashable] = field(default_factory=set)
-    # what the error was made of, which holds no frame
-    refusal: tuple[Any, ...] | None = None
     lowest: dict[str | None, float] = field(default_factory=dict)
     n_ties: int = 0
-
-    def changed(self, values: dict[Hashable, Any]) -> list[int]:
-        """Return how many values were verified of each that has changed since."""
-        before, self.values = self.values, values
-        for path, value in values.items():
-            known = before.get(path, value)
-            # nan counts as equal to nan
-            if known is not value and known != value and (known == known or value == value):
-                self.n_verified_at.setdefault(path, 1)
-                self.unverified.add(path)
-        # a value that came or went has changed what holds it
-        for path in self.n_verified_at.keys() - values.keys():
-            del self.n_verified_at[path]
-            self.unverified.discard(path)
-        return [self.n_verified_at[path] for path in self.unverified]
 
     def note_verified(self) -> None:
         """Set the next call, after the first ones 5, 10, 20 and so on."""
@@ -103,9 +85,56 @@ class _CallSite:
         self.due = self.n_calls + 1
         if self.n_verified >= _FIRST:
             self.due = next(n for i in count() if (n := 5 << i) > self.n_calls)
-        for path in self.unverified:
-            self.n_verified_at[path] += 1
-        self.unverified.clear()
+
+
+@dataclass(slots=True)
+class _Program:
+    """What is known of a program.
+
+    Attributes:
+        refusal: what its error was made of, which holds no frame.
+        extremes: of each part of a batch the largest label, or the sign of the least measurement,
+            negated.
+        places: by kind of batch.
+    """
+
+    n_calls: int = 0
+    n_free: int = 0
+    refusal: tuple[Any, ...] | None = None
+    extremes: dict[str, float] = field(default_factory=dict)
+    places: OrderedDict[Hashable, _Place] = field(default_factory=OrderedDict)
+    # of the last call, by path
+    _values: dict[Hashable, Any] = field(default_factory=dict)
+    # how many values were verified of what has changed since; the first one counts
+    _n_verified_at: dict[Hashable, int] = field(default_factory=dict)
+    _unverified: set[Hashable] = field(default_factory=set)
+
+    def has_changed(self, values: dict[Hashable, Any]) -> bool:
+        """Return whether a value has changed; begin anew if few of its values were verified."""
+        before, self._values = self._values, values
+        for path, value in values.items():
+            known = before.get(path, value)
+            # nan counts as equal to nan
+            if known is not value and known != value and (known == known or value == value):
+                self._n_verified_at.setdefault(path, 1)
+                self._unverified.add(path)
+        # a value that came or went has changed what holds it
+        for path in self._n_verified_at.keys() - values.keys():
+            del self._n_verified_at[path]
+            self._unverified.discard(path)
+        changed = [self._n_verified_at[path] for path in self._unverified]
+        is_early = self.n_calls >= _FIRST and min(changed, default=_FIRST) < _FIRST
+        if is_early and self.n_free < _MOST_FREE:
+            # batches that were enough for what it was may be too much alike for what it is
+            self.places.clear()
+            self.extremes.clear()
+        return bool(changed)
+
+    def note_verified(self) -> None:
+        """Note that all values were."""
+        for path in self._unverified:
+            self._n_verified_at[path] += 1
+        self._unverified.clear()
 
 
 @dataclass(slots=True)
@@ -115,9 +144,7 @@ class _CodeCounts:
     n_samples: int = 0
     n_extra: int = 0
     n_free: int = 0
-    # of each part of a batch the largest label, or the sign of the least measurement, negated
-    extremes: dict[str, float] = field(default_factory=dict)
-    places: OrderedDict[Hashable, _CallSite] = field(default_factory=OrderedDict)
+    programs: OrderedDict[Hashable, _Program] = field(default_factory=OrderedDict)
 
 
 # of the process, so that a closure that is new in each call counts on
@@ -132,7 +159,7 @@ class SplitCall:
         parts: the step.
 
     Attributes:
-        place: what is known of it.
+        program: what is known of it.
         is_due: whether it is to be verified.
         is_first: whether it is one of the first, that may cost what they do.
     """
@@ -142,22 +169,27 @@ class SplitCall:
         with _lock:
             self._code = code = _at(_codes, _identity_of(stands_for(parts.spec.fn)), _CodeCounts)
         with without_functions():
-            key, values = _place(parts, code.extremes)
+            key, values = _program(parts)
+            with _lock:
+                self.program = program = _at(code.programs, key, _Program)
+            has_changed = program.has_changed(values)
+            kind = _contents(parts.leaves, program.extremes)
         with _lock:
-            self.place: _CallSite = _at(code.places, key, _CallSite)
-        place = self.place
+            self._place: _Place = _at(program.places, kind, _Place)
+        place = self._place
+        program.n_calls += 1
         place.n_calls += 1
         code.n_samples += parts.n_samples
-        changed = place.changed(values)
+        # one that comes back often has an allowance of its own, such as a fold of a
+        # cross-validation
+        n_free = program.n_free if program.n_calls > _FIRST else code.n_free
+        # another model or loss may be wrong where many were right before it, and what was refused
+        # stays so until the program is another one
+        is_open = not place.n_verified or program.refusal is not None
         # calls on schedule cost little in any share: after each, as many follow without
-        is_early = place.n_calls >= place.due or min(changed, default=_FIRST) < _FIRST
-        # one that comes back often is a program of its own, such as a fold of a cross-validation
-        n_free = place.n_free if place.n_calls > _FIRST else code.n_free
-        # another model or loss may be wrong where many were right before it, and a place that was
-        # refused stays so until the function is another one
-        is_open = not place.n_verified or place.refusal is not None
-        self.is_first = is_open or (is_early and n_free < _MOST_FREE)
-        is_wanted = place.n_calls >= place.due or bool(changed) or is_open
+        is_scheduled = place.n_calls >= place.due
+        self.is_first = is_open or (is_scheduled and n_free < _MOST_FREE)
+        is_wanted = is_scheduled or has_changed or is_open
         self.is_due = is_wanted and (self.is_first or self.allows(2 * parts.n_samples))
 
     def allows(self, n_samples: int) -> bool:
@@ -169,25 +201,27 @@ class SplitCall:
         """Note that it was, with so many samples."""
         if self.is_first:
             self._code.n_free += 1
-            self.place.n_free += 1
+            self.program.n_free += 1
         else:
             self._code.n_extra += n_samples
-        self.place.note_verified()
+        self.program.note_verified()
+        self._place.note_verified()
 
     def wants_count(self, name: str | None, count: float, n_samples: int) -> bool:
         """Return whether to look at a count: nothing as low was seen, or nothing lower."""
-        known = self.place.lowest.get(name, math.inf)
+        place = self._place
+        known = place.lowest.get(name, math.inf)
         if not 0 < count <= known:
-            self.place.lowest[name] = min(known, count)
+            place.lowest[name] = min(known, count)
             return False
         if count == known:
-            self.place.n_ties += 1
-            return self.place.n_ties <= _FIRST or self.allows(n_samples)
+            place.n_ties += 1
+            return place.n_ties <= _FIRST or self.allows(n_samples)
         return True
 
     def note_count(self, name: str | None, known: float, n_samples: int) -> None:
         """Note the lowest count that is known to be none that was clamped."""
-        self.place.lowest[name] = known
+        self._place.lowest[name] = known
         self._code.n_extra += n_samples
 
 
@@ -204,8 +238,8 @@ def _at(known: OrderedDict[Hashable, Any], key: Hashable, make: type) -> Any:
     return found
 
 
-def _place(parts: StepParts, extremes: dict[str, float]) -> tuple[Hashable, dict[Hashable, Any]]:
-    """Return what tells a place from others, and the values in it, which may change."""
+def _program(parts: StepParts) -> tuple[Hashable, dict[Hashable, Any]]:
+    """Return what tells a program from others, and the values in it, which may change."""
     spec, held = parts.spec, parts.found.held
     modules = modules_below(parts.roots.values())
     # the numbers of torch's own say how it is built, those of its losses what they compute
@@ -223,7 +257,7 @@ def _place(parts: StepParts, extremes: dict[str, float]) -> tuple[Hashable, dict
     loss = None if callable(spec.loss) else spec.loss
     options = spec.batchnorm, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
     kinds = tuple([_look_at(each).kind for each in held])
-    return (kinds, modes, *asked, loss, options, _contents(parts.leaves, extremes)), values
+    return (kinds, modes, *asked, loss, options), values
 
 
 def _altered(modules: Iterable[nn.Module]) -> tuple[Any, ...]:

@@ -445,6 +445,21 @@ def test_mixing_by_numpys_numbers_is_refused_whatever_the_seed():
         refused(fn, data, maximum=8, **options)
 
 
+@pytest.mark.parametrize("draw", [lambda n: random.random(), np.random.rand])
+def test_numbers_of_python_and_numpy_hide_no_mean_over_tokens(draw):
+    net = small_net()
+
+    def fn(b):
+        draw(len(b["x"]))
+        return F.cross_entropy(net(b["x"]).flatten(0, 1), b["y"].flatten(), ignore_index=0)
+
+    for seed in range(12):
+        torch.manual_seed(seed)
+        n_tokens = torch.randint(3, 7, (20, 1))
+        y = torch.randint(1, 3, (20, 6)).where(torch.arange(6) < n_tokens, 0)
+        refused(fn, {"x": torch.randn(20, 6, 4).double(), "y": y}, maximum=5)
+
+
 # --- what the error says
 
 

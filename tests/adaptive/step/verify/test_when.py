@@ -155,6 +155,42 @@ def test_a_place_that_was_refused_is_verified_in_each_later_call():
         assert step(fn, right, maximum=4).sizes == (4, 4, 4, 4)
 
 
+def test_after_a_refusal_batches_of_another_kind_are_verified_in_each_call():
+    net, everything, wrong = small_net(), samples(16), samples(16)
+    everything[:, 0], wrong[:, 0] = 1, torch.tensor([1, -1, -1, -1, 1, 1, -1, 1] * 2)
+
+    def fn(b):
+        counts = b["x"][:, 0] > 0
+        return F.cross_entropy(net(b["x"])[counts], b["y"][counts])
+
+    of_one_class, of_three = torch.zeros(16, dtype=torch.long), torch.arange(16) % 3
+    for y in (of_three, *[of_one_class] * 3):
+        step(fn, {"x": everything, "y": y}, maximum=4)
+    refused(fn, {"x": wrong, "y": of_three})
+    for _ in range(2):
+        refused(fn, {"x": wrong, "y": of_one_class})
+        step(fn, {"x": everything, "y": of_one_class}, maximum=4)
+
+
+def test_after_a_change_batches_that_are_too_much_alike_are_not_enough():
+    net, phase = small_net(), {"is_weighted": False}
+
+    def fn(b):
+        weight = torch.tensor([1.0, 1, 4]).double() if phase["is_weighted"] else None
+        return F.cross_entropy(net(b["x"]), b["y"], weight)
+
+    def batch(n_classes):
+        return {"x": samples(16), "y": torch.arange(16) % n_classes}
+
+    for _ in range(6):
+        step(fn, batch(3), maximum=5)
+    phase["is_weighted"] = True
+    for _ in range(6):
+        # of equal weights
+        step(fn, batch(2), maximum=5)
+    refused(fn, batch(3), maximum=5)
+
+
 def test_calls_that_failed_do_not_count_as_verified():
     fn, n_calls = rooted(small_net()), []
 
