@@ -1,9 +1,7 @@
 """Allocations as events: a stream for each thread, with marks; the device's counters elsewhere."""
 
 from ._counters import Allocated as Allocated
-from ._counters import Stats as Stats
-from ._counters import allocated_in as allocated_in
-from ._counters import counters_of as counters_of
+from ._counters import allocated_on as allocated_on
 from ._modes import run as run
 from ._modes import storages_in as storages_in
 from ._stream import AllocationStream as AllocationStream

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-
-Stats = Mapping[str, Any]
-"""As ``memory_stats_as_nested_dict()`` gives it, or flat, as ``memory_stats()`` does."""
 
 
 class Allocated(NamedTuple):
@@ -20,19 +16,12 @@ class Allocated(NamedTuple):
     freed: int = 0
 
 
-def counters_of(device: torch.device) -> Stats:
-    """Read the counters of a device whose module has ``memory_stats``."""
+def allocated_on(device: torch.device) -> Allocated:
+    """Read the four figures of a device whose module has ``memory_stats``."""
     module: Any = torch.get_device_module(device)
     # torch makes the hundred flat names anew at each call, and sorts them
-    read = getattr(module, "memory_stats_as_nested_dict", None) or module.memory_stats
-    found: Stats = read(device)
-    return found
-
-
-def allocated_in(stats: Stats) -> Allocated:
-    """Return the four figures that say what happened to the allocated bytes."""
-    pools = stats.get("allocated_bytes")
-    if pools is not None:
-        return Allocated(**pools["all"])
-    get = stats.get
-    return Allocated(*(get(f"allocated_bytes.all.{figure}", 0) for figure in Allocated._fields))
+    if nested := getattr(module, "memory_stats_as_nested_dict", None):
+        pools = nested(device).get("allocated_bytes", {})
+        return Allocated(**pools.get("all", {}))
+    stats = module.memory_stats(device)
+    return Allocated(*(stats.get(f"allocated_bytes.all.{each}", 0) for each in Allocated._fields))

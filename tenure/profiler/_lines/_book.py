@@ -9,15 +9,15 @@ byte that they count is booked by one thread at the most, the first that reads t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from types import CodeType
 from typing import NamedTuple
 
 import torch
 
-from tenure._stream import Allocated, AllocationStream, Stats, allocated_in, counters_of
+from tenure._stream import Allocated, AllocationStream, allocated_on
 from tenure._torch import cpu_allocator as allocator
 
 Key = tuple[int, int]
@@ -66,7 +66,6 @@ class Figures:
     peak_bytes: int | None = None
     exact: bool = True
     peak_exact: bool = True
-    statistics: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -239,7 +238,7 @@ class Book:
             stream.is_told_of_devices = True
             changes = stream.device_changes()
         if visit is not None:
-            visit.add(meter.read(changes, visit.figures.statistics))
+            visit.add(meter.read(changes))
         # autograd's engine may run on a thread of its own what a line of another one has called
         elif not any(frames.visits for frames in list(self.frames.values())):
             meter.start()
@@ -265,42 +264,28 @@ class DeviceMeter:
         self._device = device
         # reentrant: torch's function that reads them is Python, whose calls the profiler sees
         self._lock = threading.RLock()
-        self._stats: Stats = {}
-        self._fields: dict[str, int] = {}
+        self._counted = Allocated()
         self.start()
 
     @property
     def live_bytes(self) -> int:
         """The bytes in use at the last reading."""
-        return allocated_in(self._fields).current
+        return self._counted.current
 
-    def start(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Begin an interval; return the fields of ``memory_stats()`` at the last one, and now."""
+    def start(self) -> tuple[Allocated, Allocated]:
+        """Begin an interval; return the counters at the last one, and now."""
         # read and replaced under one lock: in between, another thread would book the same bytes
         with self._lock:
-            stats = counters_of(self._device)
-            before = self._fields
-            # a hundred names need not be made anew for lines that leave the device alone
-            if stats != self._stats:
-                self._stats, self._fields = stats, dict(_flat("", stats))
-            return before, self._fields
+            before, self._counted = self._counted, allocated_on(self._device)
+            return before, self._counted
 
-    def read(self, changes: list[int] | None, largest: dict[str, int]) -> Usage:
+    def read(self, changes: list[int] | None) -> Usage:
         """Return what has come since the last interval began, and begin the next.
 
         Args:
             changes: the events of this thread on all CUDA devices; None where they were not seen.
-            largest: the largest value of each field so far, which is updated.
         """
-        before, after = self.start()
-        for name, value in after.items():
-            reached = value
-            if name.endswith(".peak") and value <= before.get(name, 0):
-                # below an older peak: the larger of the two ends
-                current = f"{name.removesuffix('peak')}current"
-                reached = max(before.get(current, 0), after.get(current, 0))
-            largest[name] = max(reached, largest.get(name, reached))
-        return _usage(allocated_in(before), allocated_in(after), changes or [])
+        return _usage(*self.start(), changes or [])
 
 
 def _usage(before: Allocated, after: Allocated, changes: list[int]) -> Usage:
@@ -320,12 +305,3 @@ def _usage(before: Allocated, after: Allocated, changes: list[int]) -> Usage:
     if after.peak > before.peak:
         usage = usage._replace(peak_bytes=after.peak, peak_exact=True)
     return usage
-
-
-def _flat(prefix: str, stats: Stats) -> Iterator[tuple[str, int]]:
-    """Yield the fields by the names that ``memory_stats()`` gives them."""
-    for name, value in stats.items():
-        if isinstance(value, Mapping):
-            yield from _flat(f"{prefix}{name}.", value)
-        else:
-            yield prefix + name, value

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -19,17 +19,8 @@ _COLUMNS = {
     "net": "net_bytes",
     "peak": "peak_bytes",
 }
-"""The field of a record that each column shows; other columns are fields of ``memory_stats()``."""
+"""The field of a record that each column shows."""
 DEFAULT_COLUMNS = tuple(_COLUMNS)
-# Every field of memory_stats() that is measured by pool, as torch names them:
-# https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
-_MEASURED = (
-    "allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes",
-    "active_bytes", "inactive_split_bytes", "requested_bytes",
-)  # fmt: skip
-_POOLS = ("all", "large_pool", "small_pool")
-_FIGURES = ("current", "peak", "allocated", "freed")
-_FIELDS = {f"{what}.{pool}.{f}" for what in _MEASURED for pool in _POOLS for f in _FIGURES}
 # net is what they come to
 _SPARE = {"freed": 2, "alloc": 1}
 
@@ -57,8 +48,6 @@ class LineRecord:
         peak_exact: False where the peak is only known to be at least as high.
         source: the line as it stands in the file; empty where there is none.
         file: the path of the file.
-        statistics: the largest value of each field of the device's ``memory_stats()``; empty for
-            the CPU, which has none.
     """
 
     function: str
@@ -72,7 +61,6 @@ class LineRecord:
     peak_exact: bool = True
     source: str = ""
     file: str = ""
-    statistics: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     _figures: ClassVar = ("net_bytes",)
 
@@ -85,10 +73,8 @@ class LineRecord:
 # --- columns
 
 
-def checked_columns(
-    names: Sequence[str] | None, records: Iterable[LineRecord] = ()
-) -> tuple[str, ...]:
-    """Return the columns of these names, fields of ``memory_stats()`` among them.
+def checked_columns(names: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the columns of these names.
 
     Raises:
         ProfilerUsageError: there is no such column.
@@ -97,14 +83,11 @@ def checked_columns(
         return DEFAULT_COLUMNS
     if isinstance(names, str):
         names = (names,)
-    known = {*_COLUMNS, *_FIELDS}.union(*(record.statistics for record in records))
     for name in names:
-        if name not in known:
+        if name not in _COLUMNS:
             raise ProfilerUsageError(
-                f"There is no column {name!r}. There are {', '.join(_COLUMNS)}, and as the fields "
-                f"of a device's memory_stats(), one of {', '.join(_MEASURED)}, with "
-                f".{' or .'.join(_POOLS)} and .{' or .'.join(_FIGURES)} behind it, as in "
-                "active_bytes.all.peak."
+                f"There is no column {name!r}. There are {', '.join(_COLUMNS)}. Of the fields of "
+                "memory_stats() there are none: for active_bytes.all.peak ask for peak."
             )
     return tuple(names)
 
@@ -113,17 +96,11 @@ def _cell(name: str, record: LineRecord | None) -> str:
     """Return the number that a record has in a column, and whether it is only a bound."""
     if record is None:
         return ""
-    is_own = name in _COLUMNS
-    value = getattr(record, _COLUMNS[name]) if is_own else record.statistics.get(name)
-    if value is None:
-        return ""
-    is_in_bytes = name != "hits" and (is_own or "bytes" in name.partition(".")[0])
-    sign = ""
-    if name in ("alloc", "freed"):
-        sign = "" if record.exact else ">= "
-    elif name.endswith("peak"):
-        sign = "" if record.peak_exact else ">= "
-    return Amount(sign + (format_bytes(value) if is_in_bytes else str(value)), value)
+    value: int = getattr(record, _COLUMNS[name])
+    text = str(value) if name == "hits" else format_bytes(value)
+    is_exact = record.peak_exact if name == "peak" else record.exact
+    is_bound = name in ("alloc", "freed", "peak") and not is_exact
+    return Amount(f">= {text}" if is_bound else text, value)
 
 
 # --- tables

@@ -186,18 +186,16 @@ class LineProfiler(Shown):
 
         Args:
             func: the functions to show, themselves or by qualified name; all without it.
-            columns: of ``"hits"``, ``"alloc"``, ``"freed"``, ``"net"``, ``"peak"`` and the fields
-                of the device's ``memory_stats()``, such as ``"active_bytes.all.peak"``.
+            columns: of ``"hits"``, ``"alloc"``, ``"freed"``, ``"net"`` and ``"peak"``.
 
         Raises:
             ProfilerUsageError: a function is not profiled, or there is no such column.
         """
         chosen, found = self._chosen(func), self._records()
         sections = [each for code in chosen for each in _sections(code, found[id(code)])]
-        records = [each for code in chosen for each in found[id(code)]]
-        if not records:
+        if not any(found[id(code)] for code in chosen):
             sections = [Section("", note=self._why_empty(chosen))]
-        return RecordsDisplay(tuple(sections), checked_columns(columns, records))
+        return RecordsDisplay(tuple(sections), checked_columns(columns))
 
     def print_stats(
         self,
@@ -246,7 +244,6 @@ class LineProfiler(Shown):
                         peak_bytes=figures.peak_bytes or 0,
                         exact=figures.exact and is_whole,
                         peak_exact=figures.peak_exact and is_whole,
-                        statistics=dict(figures.statistics),
                     )
                     found[i].append(record)
         return found

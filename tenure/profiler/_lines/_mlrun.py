@@ -56,8 +56,8 @@ def mlrun(shell: Any, line: str, cell: str | None = None) -> LineProfiler | None
         What to profile: the name of a function, such as ``Model.forward``. More of them with more
         ``-f``. The statement or cell may define it.
     -c COLUMN, --column COLUMN
-        One more column: a field of the device's ``memory_stats()``, or one of ``hits``, ``alloc``,
-        ``freed``, ``net``, ``peak``. More of them with more ``-c``.
+        With ``-D``, a column to show: ``hits``, ``alloc``, ``freed``, ``net`` or ``peak``. More of
+        them with more ``-c``.
     -D, --no_default_columns
         Only the columns of ``-c``.
     -g INDEX, --gpu INDEX

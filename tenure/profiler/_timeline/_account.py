@@ -20,7 +20,7 @@ import torch
 from torch import UntypedStorage
 
 from tenure._cuda_blocks import BLOCK_BYTES, up_to
-from tenure._stream import Allocated, allocated_in, counters_of
+from tenure._stream import Allocated, allocated_on
 
 from .._owners import CATEGORIES, GRADIENTS, OTHERS, SAVED
 from ._places import Places
@@ -121,7 +121,7 @@ class TimelineAccount:
 
     def _read(self, before_bytes: int) -> int:
         began_ns = time.perf_counter_ns()
-        counted = self._counted = allocated_in(counters_of(self.device))
+        counted = self._counted = allocated_on(self.device)
         ended_ns = time.perf_counter_ns()
         self._next_ns = ended_ns + _SHARE * (ended_ns - began_ns)
         self._known_then_bytes = self.known_bytes
@@ -161,7 +161,7 @@ class TimelineAccount:
 def _counters_or_none(device: torch.device) -> Allocated | None:
     # a backend whose allocator counts nothing
     try:
-        return allocated_in(counters_of(device))
+        return allocated_on(device)
     except (AttributeError, RuntimeError):
         return None
 

@@ -72,21 +72,6 @@ def test_a_training_step_on_the_device_adds_up_and_resets_nothing(sim):
     assert after[field("peak")] == before[field("peak")]  # the program's own peak is as it was
 
 
-def test_fields_of_memory_stats_are_columns(sim):
-    with LineProfiler(work, device="sim") as profiler:
-        work()
-    display = profiler.display(columns=("alloc", "active_bytes.all.current", "num_ooms"))
-    text = display.text(width=200)
-    lines = text.splitlines()
-    assert lines[1] == "line    alloc  active_bytes.all.current  num_ooms  code"
-    assert lines[5].split()[1:6] == ["2.0", "KiB", "3.0", "KiB", "0"]
-    message = (
-        r"^There is no column 'active_bytes.all.most'. There are hits, .*active_bytes.all.peak"
-    )
-    with pytest.raises(ProfilerUsageError, match=message):
-        profiler.display(columns=["active_bytes.all.most"])
-
-
 def test_the_device_can_be_switched_inside_a_profiled_function(sim):
     def work():
         first = torch.ones(128, device="sim")

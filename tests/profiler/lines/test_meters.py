@@ -43,7 +43,7 @@ def cuda_meter():
 
 
 def facts(meter, seen=None):
-    return tuple(meter.read(seen, {}))
+    return tuple(meter.read(seen))
 
 
 @pytest.mark.parametrize(
