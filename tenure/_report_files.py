@@ -5,22 +5,19 @@ What is read was written by anybody: whatever is no such file is refused in one 
 
 from __future__ import annotations
 
-import csv
 import errno
 import gzip
-import io
 import json
 import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tenure._errors import ReportFormatError
-from tenure._visible import visible
 
 _MAGIC = b"\x1f\x8b"
 # Unpacked: a file of a few bytes can stand for terabytes of zeros. A bracket or a comma begins each
@@ -31,8 +28,6 @@ _CHUNK_BYTES = 1 << 20
 _MOST_NAMES = 1000
 # of a whole number: bytes and nanoseconds have fewer, and a float can hold it
 _MOST_DIGITS = 100
-# https://owasp.org/www-community/attacks/CSV_Injection; its tabs and returns are visible by then
-_BEGINS_FORMULA = ("=", "+", "-", "@")
 _BINARY = getattr(os, "O_BINARY", 0)
 
 
@@ -126,20 +121,6 @@ def _rename_to_new(written: Path, chosen: Path) -> None:
     except BaseException:
         os.unlink(chosen)
         raise
-
-
-def csv_text(rows: Iterable[Sequence[object]]) -> str:
-    """Rows as CSV, in which a spreadsheet reads no text as a formula and a terminal no command."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([_cell(each) for each in row] for row in rows)
-    return text.getvalue()
-
-
-def _cell(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    shown = visible(value)
-    return f"'{shown}" if shown.startswith(_BEGINS_FORMULA) else shown
 
 
 def _whole(digits: str) -> int:

@@ -117,8 +117,8 @@ class Export(Verb):
 
     Any recording: .json (everything, in tenure's format), .html (one page without other files).
 
-    A recording with a timeline: .trace.json (chrome://tracing, Perfetto), .timeline.csv (one row
-    for each time), .pickle (torch's memory_viz), .speedscope.json.
+    A recording with a timeline: .trace.json (chrome://tracing, Perfetto), .pickle (torch's
+    memory_viz), .speedscope.json.
 
     FILE is a recording of tenure run, or a snapshot of torch.cuda.memory._dump_snapshot().
 

@@ -50,9 +50,6 @@ _NO_LEAKS = "Nothing outlived a scope that reports."
 _NOT_SOUGHT = "Leaks were not recorded. Run with --leaks to look for them."
 # A look counts if it is in all but the first eighth of the steps, of which there are enough.
 _LATE, _STEPS = 8, 8
-# The formats of a timeline that have longer names here: a recording's own .json is another, and its
-# table of times is no table of all.
-_LONGER = {".json": ".trace.json", ".csv": ".timeline.csv"}
 _STORAGE = "storage"
 # three centuries, as of a timeline
 _SHORT_S, _MOST_S = 60, 1e10
@@ -173,8 +170,8 @@ class Recording(Report):
 
         Args:
             path: ``.json`` for all of it, in tenure's own format, ``.html`` for a page that stands
-                alone; of a timeline ``.trace.json`` for Chrome and Perfetto, ``.timeline.csv``,
-                ``.pickle`` and ``.speedscope.json``, as `TimelineReport.export` writes them.
+                alone; of a timeline ``.trace.json`` for Chrome and Perfetto, ``.pickle`` and
+                ``.speedscope.json``, as `TimelineReport.export` writes them.
 
         Returns:
             The path.
@@ -195,7 +192,7 @@ class Recording(Report):
 
             return written
 
-        writers = {_LONGER.get(end, end): of_timeline(write) for end, write in WRITERS.items()}
+        writers = {end: of_timeline(write) for end, write in WRITERS.items()}
         return write_as_named(self, path, {**writers, **_OWN})
 
     def title(self) -> str:

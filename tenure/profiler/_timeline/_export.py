@@ -9,12 +9,12 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tenure._errors import ProfilerUsageError
-from tenure._report_files import csv_text, write_whole
+from tenure._report_files import write_whole
 from tenure._show import drawn_page
 from tenure._text import listed
 
@@ -54,21 +54,6 @@ def write_as_named(source: Any, path: str | Path, writers: Mapping[str, Writer])
     # names may have halves of characters
     data = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
     return write_whole(path, data)
-
-
-def _csv_table(report: TimelineReport) -> str:
-    """Return device, seconds, live bytes, and the bytes of each category."""
-    return csv_text(_rows(report))
-
-
-def _rows(report: TimelineReport) -> Iterator[Sequence[object]]:
-    categories = list(dict.fromkeys(name for each in report.devices for name in each.by_category))
-    yield ["device", "seconds", "live bytes", *categories]
-    for device in report.devices:
-        nothing = (0,) * len(device.times_s)
-        parts = [device.by_category.get(name, nothing) for name in categories]
-        for at_s, *figures in zip(device.times_s, device.live_bytes, *parts, strict=True):
-            yield [device.device, f"{at_s:.9f}", *figures]
 
 
 def _speedscope_profile(report: TimelineReport) -> str:
@@ -234,7 +219,7 @@ WRITERS: dict[str, Writer] = {
     ".pickle": _memory_viz_pickle,
     ".speedscope.json": _speedscope_profile,
     ".json": _chrome_trace,
-    ".csv": _csv_table,
+    ".trace.json": _chrome_trace,
     ".html": _drawn_page,
 }
 """By extension; the longest that a name ends with counts."""

@@ -189,8 +189,8 @@ class TimelineReport(Report):
 
         Args:
             path: a name that ends in ``.pickle`` (for ``torch.cuda._memory_viz``), ``.json`` or
-                ``.trace.json`` (Chrome, Perfetto), ``.speedscope.json``, ``.csv``, or ``.html``. A
-                file of that name is replaced. `Recording.export` writes ``.json`` in another
+                ``.trace.json`` (Chrome, Perfetto), ``.speedscope.json``, or ``.html``. A file of
+                that name is replaced. `Recording.export` writes ``.json`` in another
                 format.
 
         Returns:
