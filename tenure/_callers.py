@@ -14,7 +14,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Literal, Self
 
@@ -106,6 +106,22 @@ def warn_user(message: str, category: type[TenureWarning]) -> None:
     while frame.f_back and is_internal(frame):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Show no warnings of work that is tried and not run, such as of two samples.
+
+    After `warnings.catch_warnings`, Python shows again what it has shown once.
+    """
+    ignored: Any = ("ignore", None, Warning, None, 0)
+    filters: Any = warnings.filters
+    filters.insert(0, ignored)
+    try:
+        yield
+    finally:
+        # by identity: the work may have added an equal one
+        filters[:] = [each for each in filters if each is not ignored]
 
 
 def maker_of(frame: FrameType) -> FrameType:

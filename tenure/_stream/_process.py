@@ -8,11 +8,11 @@ through their tensors; what only autograd's graphs hold is not found.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 
 from torch import Tensor, UntypedStorage
 
+from tenure._callers import without_warnings
 from tenure._heap import gradient_of, instances, tracked_objects
 from tenure._storages import storages_of
 from tenure._torch import cpu_allocator as allocator
@@ -78,9 +78,8 @@ def enter_host_blocks() -> None:
     if not allocator.is_known() or is_profiling():
         return
     entered: set[int] = set()
-    with warnings.catch_warnings(), without_functions():
-        # to look at an object of any class may be to ask for what is deprecated
-        warnings.simplefilter("ignore")
+    # to look at an object of any class may be to ask for what is deprecated
+    with without_warnings(), without_functions():
         for tensor in instances(tracked_objects(), Tensor):
             for storage in _host_storages(tensor):
                 if key_of(storage) not in entered:

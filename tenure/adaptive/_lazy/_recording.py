@@ -7,7 +7,6 @@ computed first.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from tenure._callers import capture_site
+from tenure._callers import capture_site, without_warnings
 from tenure._containers import passed_tensors
 from tenure._errors import AdaptiveUsageError, OutOfRetriesError
 from tenure._oom import oom_of_work
@@ -368,8 +367,7 @@ def _run_without_data(
         block.enter_context(new_mode())
         block.enter_context(unlogged())
         # it warns when it runs; at another number of samples, that of targets seems wrong
-        block.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
+        block.enter_context(without_warnings())
         if n is not None:
             block.enter_context(torch.no_grad())
         with torch.inference_mode(False):

@@ -8,7 +8,6 @@ a batch may be alike.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tenure._callers import without_warnings
 from tenure._oom import oom_info
 from tenure.scopes import persist
 
@@ -83,9 +83,7 @@ def judge(entry: RecordedCall, n_samples: int, rng: RngState) -> None:
 
 def _tried(entry: RecordedCall, n_samples: int, rng: RngState) -> Verdict | str | None:
     why = None
-    with torch.no_grad(), persist(), warnings.catch_warnings():
-        # of a deviation of one sample, for one
-        warnings.simplefilter("ignore")
+    with torch.no_grad(), persist(), without_warnings():
         for freezes in (False, True):
             try:
                 verdict = _Trial(entry, n_samples, freezes, rng).verdict()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tenure._callers import without_warnings
 from tenure._containers import passed_tensors, tensors_in
 from tenure._errors import AdaptiveUsageError
 from tenure._oom import oom_of_work
@@ -247,6 +247,7 @@ class SampledStep:
             return returned
 
         with ExitStack() as block:
+            block.enter_context(without_warnings())
             for name, module in modules:
                 if leaves_out and _uses_statistics(module):
                     block.callback(setattr, module, "training", True)
@@ -260,9 +261,6 @@ class SampledStep:
                 # weights that were cast without a graph get no gradient
                 block.callback(torch.clear_autocast_cache)
                 block.enter_context(torch.no_grad())
-                # by a reentrant checkpoint, of gradients that nobody wants here
-                block.enter_context(warnings.catch_warnings())
-                warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
             block.callback(setattr, parts, "spec", spec)
             parts.spec = dataclasses.replace(
                 spec,

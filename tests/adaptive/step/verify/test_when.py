@@ -2,6 +2,7 @@
 
 import math
 import os
+import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -526,6 +527,20 @@ def test_a_function_that_runs_on_pairs_alone_is_compared_in_halves():
 
     assert step(paired, samples(12), maximum=4).sizes == (4, 4, 4)
     refused(lambda b: paired(b).sqrt(), samples(12))
+
+
+def test_a_warning_that_python_shows_once_is_shown_once(recwarn):
+    net = small_net()
+    # what pytest sets shows each
+    warnings.simplefilter("default")
+
+    def fn(b):
+        warnings.warn("of the program", UserWarning, stacklevel=1)
+        return net(b).square().mean()
+
+    for _ in range(3):
+        step(fn, samples(16), maximum=4)
+    assert len(recwarn) == 1
 
 
 def test_what_can_not_be_verified_is_warned_of():
