@@ -10,7 +10,6 @@ from ._part import Together as Together
 from ._part import in_html as in_html
 from ._progress import progress as progress
 from ._progress import steps as steps
-from ._record import Record as Record
 from ._report import ADVICE_OF_CUT as ADVICE_OF_CUT
 from ._report import Report as Report
 from ._report import Shown as Shown

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from tenure._containers import tensors_in
 from tenure._cuda_blocks import rounded, taken_by
 from tenure._errors import PagingError
-from tenure._show import Record
 from tenure._text import counted, format_bytes, parse_share
 from tenure._torch.storages import key_of
 
@@ -198,8 +197,8 @@ class PlannedUnit:
     resident: bool
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class PagingPlan(Record):
+@dataclass(frozen=True, slots=True)
+class PagingPlan:
     """How a model is paged; printable before anything runs.
 
     Attributes:
@@ -229,7 +228,7 @@ class PagingPlan(Record):
 
     model: str
     device: str
-    units: tuple[PlannedUnit, ...]
+    units: tuple[PlannedUnit, ...] = field(repr=False)
     weight_bytes: int
     resident_bytes: int
     ring_bytes: int

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 
-from tenure._show import Paragraph, Part, Record, Report
+from tenure._show import Paragraph, Part, Report
 from tenure._text import counted, format_bytes
 
 from .._timeline import Track
@@ -21,8 +21,8 @@ _SCOPE = "scope "
 _NO_SCOPE = ("", "outside of scopes")
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Branch(Record):
+@dataclass(frozen=True, slots=True)
+class Branch:
     """One call, and what it led to.
 
     Attributes:
@@ -35,7 +35,7 @@ class Branch(Record):
     name: str
     n_bytes: int
     n_storages: int
-    branches: tuple[Branch, ...] = ()
+    branches: tuple[Branch, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -18,7 +18,6 @@ from tenure._show import (
     Column,
     Paragraph,
     Part,
-    Record,
     Report,
     Table,
     bytes_column,
@@ -45,8 +44,8 @@ _COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class DeviceReport(Record):
+@dataclass(frozen=True, slots=True)
+class DeviceReport:
     """The memory of one device.
 
     Attributes:
@@ -65,7 +64,7 @@ class DeviceReport(Record):
     """
 
     device: str
-    rows: tuple[TensorRow, ...] = field(metadata={"key": "tensors"})
+    rows: tuple[TensorRow, ...] = field(metadata={"key": "tensors"}, repr=False)
     categories: dict[str, int]
     total_bytes: int
     is_counted: bool = False

@@ -7,7 +7,7 @@ lines. However long the recording was, the report has some thousand times, and t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -19,7 +19,6 @@ from tenure._show import (
     Column,
     Paragraph,
     Part,
-    Record,
     Report,
     Table,
     bytes_column,
@@ -69,8 +68,8 @@ class PeakRow:
         return self.stack == BEFORE_STACK
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Track(Record):
+@dataclass(frozen=True, slots=True)
+class Track:
     """The live bytes of a device.
 
     Attributes:
@@ -83,11 +82,11 @@ class Track(Record):
     """
 
     device: str
-    times_s: tuple[float, ...]
-    live_bytes: tuple[int, ...]
+    times_s: tuple[float, ...] = field(repr=False)
+    live_bytes: tuple[int, ...] = field(repr=False)
     peak_bytes: int
     peak_at_s: float
-    at_peak: tuple[PeakRow, ...]
+    at_peak: tuple[PeakRow, ...] = field(repr=False)
 
     def largest(self) -> str:
         """Return what took most at the peak, in words; empty if no line is known."""
@@ -100,7 +99,7 @@ class Track(Record):
         return f"{format_bytes(n_bytes)} {category}, made at {line}"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class DeviceTimeline(Track):
     """The memory of one device over time.
 
@@ -112,9 +111,9 @@ class DeviceTimeline(Track):
     """
 
     began_bytes: int
-    by_category: dict[str, tuple[int, ...]]
-    by_scope: dict[str, tuple[int, ...]]
-    by_line: dict[str, tuple[int, ...]]
+    by_category: dict[str, tuple[int, ...]] = field(repr=False)
+    by_scope: dict[str, tuple[int, ...]] = field(repr=False)
+    by_line: dict[str, tuple[int, ...]] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +146,8 @@ class OomMark:
     text: str
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class HostTimeline(Record):
+@dataclass(frozen=True, slots=True)
+class HostTimeline:
     """The resident memory of the process, from time to time.
 
     Attributes:
@@ -156,8 +155,8 @@ class HostTimeline(Record):
         rss_bytes: resident memory.
     """
 
-    times_s: tuple[float, ...]
-    rss_bytes: tuple[int, ...]
+    times_s: tuple[float, ...] = field(repr=False)
+    rss_bytes: tuple[int, ...] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
