@@ -305,9 +305,11 @@ def mismatch(what: str, whole: float, split: float, error: float, sizes: Sequenc
     parts = " + ".join(str(size) if n == 1 else f"{n} x {size}" for size, n in runs)
     percent = f"{100 * error:.2g}" if error < 0.1 else f"{100 * error:.0f}"
     off = f"{percent} %" if error < 10 else f"{error:.2g} times its size"
+    # as many digits as tell them apart
+    told = ((f"{whole:.{n}g}", f"{split:.{n}g}") for n in (6, 10, 17))
+    one, other = next((each for each in told if each[0] != each[1]), ("as much",) * 2)
     return Mismatch(
-        f"{what} for {sum(sizes)} samples is {whole:.6g} in one piece and {split:.6g} as {parts} "
-        f"({off} off)",
+        f"{what} for {sum(sizes)} samples is {one} in one piece and {other} as {parts} ({off} off)",
         whole,
         split,
         error,

@@ -65,7 +65,7 @@ _FAR_ABOVE = 1.5
 
 
 @dataclass(slots=True)
-class _Place:
+class _BatchKind:
     """The counts of a kind of batch in a program, split and verified, and its next call to verify.
 
     Attributes:
@@ -88,7 +88,7 @@ class _Place:
 
 
 @dataclass(slots=True)
-class _Program:
+class _StepProgram:
     """What is known of a program.
 
     Attributes:
@@ -102,7 +102,7 @@ class _Program:
     n_free: int = 0
     refusal: tuple[Any, ...] | None = None
     extremes: dict[str, float] = field(default_factory=dict)
-    places: OrderedDict[Hashable, _Place] = field(default_factory=OrderedDict)
+    places: OrderedDict[Hashable, _BatchKind] = field(default_factory=OrderedDict)
     # of the last call, by path
     _values: dict[Hashable, Any] = field(default_factory=dict)
     # how many values were verified of what has changed since; the first one counts
@@ -144,7 +144,7 @@ class _CodeCounts:
     n_samples: int = 0
     n_extra: int = 0
     n_free: int = 0
-    programs: OrderedDict[Hashable, _Program] = field(default_factory=OrderedDict)
+    programs: OrderedDict[Hashable, _StepProgram] = field(default_factory=OrderedDict)
 
 
 # of the process, so that a closure that is new in each call counts on
@@ -171,11 +171,11 @@ class SplitCall:
         with without_functions():
             key, values = _program(parts)
             with _lock:
-                self.program = program = _at(code.programs, key, _Program)
+                self.program = program = _at(code.programs, key, _StepProgram)
             has_changed = program.has_changed(values)
             kind = _contents(parts.leaves, program.extremes)
         with _lock:
-            self._place: _Place = _at(program.places, kind, _Place)
+            self._place: _BatchKind = _at(program.places, kind, _BatchKind)
         place = self._place
         program.n_calls += 1
         place.n_calls += 1

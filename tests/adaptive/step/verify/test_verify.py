@@ -486,6 +486,23 @@ def test_the_error_tells_both_numbers_and_what_to_declare():
     assert (other.whole, other.split, other.advice) == (error.whole, error.split, error.advice)
 
 
+def test_a_tiny_difference_is_told_in_digits_that_differ_and_with_what_may_cause_it():
+    net = small_net()
+
+    def normalized(x, reduction):
+        start = torch.zeros_like(x, requires_grad=True)
+        out = net(x + start).square()
+        (gradient,) = torch.autograd.grad(getattr(out, reduction)(), start)
+        step_to = gradient / (gradient.norm(dim=1, keepdim=True) + 1e-8)
+        return net(x + step_to).square().mean()
+
+    error = refused(lambda b: normalized(b, "mean"), samples(16))
+    assert f"{error.whole:.6g}" == f"{error.split:.6g}"
+    assert f"is {error.whole:.10g} in one piece and {error.split:.10g} as 5 + 3" in str(error)
+    assert 'take that of the sum (reduction="sum")' in error.advice
+    step(lambda b: normalized(b, "sum"), samples(16), maximum=4)
+
+
 @pytest.mark.parametrize("name", ["criterion.weight", "w"])
 def test_weights_of_classes_are_named_as_what_the_mean_divides_by(name):
     torch.manual_seed(0)
