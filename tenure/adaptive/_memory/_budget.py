@@ -6,6 +6,7 @@ makes. What is refused is refused before anything changes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from threading import current_thread, get_ident
@@ -14,8 +15,9 @@ from typing import Any, Literal, NoReturn, Self, TypeVar
 
 import torch
 
+from tenure._callers import warn_user
 from tenure._devices import indexed
-from tenure._errors import AdaptiveUsageError
+from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning
 from tenure._graph_capture import is_capturing
 from tenure._host_memory import address_space_bytes, has_address_space_limits, limit_address_space
 from tenure._text import format_bytes, parse_bytes
@@ -139,9 +141,14 @@ class memory_budget(ContextDecorator):
             return self._counting.close()
 
     def __del__(self) -> None:
-        # Ctrl-C came as __exit__ began
-        if self._status == "open":
+        # Ctrl-C came as __exit__ began, or nobody kept what was entered by hand
+        if self._status == "open" and not sys.is_finalizing():
             self._close()
+            warn_user(
+                f"{self!r} is no longer held by anything, and limits nothing any more. Keep it, or "
+                "use a with statement.",
+                AdaptiveUsageWarning,
+            )
 
     def __call__(self, func: _Function) -> _Function:
         """Run each call of ``func`` within a budget of its own.

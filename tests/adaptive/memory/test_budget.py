@@ -15,7 +15,12 @@ from torch.func import grad, vmap
 from torch.nn import functional as F
 
 from tenure import NewDisposeScope, TenureError
-from tenure.adaptive import AdaptiveUsageError, memory_budget, set_cpu_memory_limit
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    AdaptiveUsageWarning,
+    memory_budget,
+    set_cpu_memory_limit,
+)
 from tests.programs import run_program
 
 OOM = torch.OutOfMemoryError
@@ -267,6 +272,12 @@ def test_an_interrupt_at_any_instruction_leaves_no_budget_behind():
     """
     done = run_program(textwrap.dedent(program))
     assert (done.returncode, done.stdout.split()) == (0, ["True"]), done.stderr
+
+
+def test_a_budget_that_nobody_keeps_ends_with_a_warning():
+    with pytest.warns(AdaptiveUsageWarning, match="is no longer held by anything, and limits noth"):
+        memory_budget(10).__enter__()
+    assert torch.ones(10).shape == (10,)
 
 
 def test_a_budget_is_entered_once_and_left_while_it_is_open():
