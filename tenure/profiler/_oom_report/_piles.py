@@ -48,15 +48,10 @@ _HELD, _CYCLE, _TRACEBACK = ", held by ", ", in a reference cycle", "traceback o
 _UNNAMED = ", which nothing with a name was found to hold"
 _ANONYMOUS, _OF_ANONYMOUS = "a container at ", " […]"
 _FROM_ITERTOOLS = " (inside a cycle)"
-_OF_GATHER, _GATHERED = "(inside a _GatheringFuture)", "what asyncio.gather() gets"
 # Variables of a forward pass hold a part of the batch that runs.
 OF_FORWARD = ".forward.<locals>."
 _IN_FRAME = re.compile(r" in (\S+)\(\): local ")
 _CACHE_OF = re.compile(r"lru_cache of ([\w.<>]+)")
-# A chain of objects, each of which refers to the next. Two links count as well, because a short
-# chain may fill the memory; `place_of` shortens three or more.
-_CHAIN = re.compile(r"(\.\w+)\1+\b")
-_LINK = re.compile(r"(\.\w+)\.…")
 # with a graph: it refers to its parameter, and that to it, which no collector sees
 _ORPHAN = re.compile(r"(Parameter|Tensor)\d+\.grad\Z")
 
@@ -248,11 +243,8 @@ def _spelled(place: str, facts: Facts) -> str:
         inner = outer.partition(_HELD)[0] if is_outside else bound
     if inner.endswith(_UNNAMED):
         return f"{_ANONYMOUS}{line_of(facts.site)}{_OF_ANONYMOUS}"
-    if _OF_GATHER in inner:
-        return f"{_GATHERED} ({line_of(facts.site)}){_OF_ANONYMOUS}"
-    # each member of a set is an index, and a chain of attributes one attribute
-    members = inner.replace(" (a member)", "[…]").replace(" (a key)", "[…]")
-    return short(_CHAIN.sub(r"\1.…", members))
+    # each member of a set is an index
+    return short(inner.replace(" (a member)", "[…]").replace(" (a key)", "[…]"))
 
 
 def _of_pile(pile: _StoragePile, facts: Facts) -> Candidate | None:
@@ -321,8 +313,6 @@ def _remedy_of_tensors(pile: _StoragePile, facts: Facts) -> str:
         return "Take them one at a time."
     if container == "default" or any(entry.kind == "default" for entry in pile.own):
         return f"A default lives for ever: use {variable}=None."
-    if link := _LINK.search(pile.place):
-        return f"Set {link[1]} to None in time."
     less = "reduce each to what is needed" if facts.device == "cpu" else "keep .cpu() of each"
     if container == "deque":
         return f"Lower its maxlen=, or {less}."
@@ -336,7 +326,7 @@ def _gathers(pile: _StoragePile, facts: Facts) -> bool:
     another name.
     """
     variable, _, inside = pile.place.partition("[…]")
-    if variable.startswith((_ANONYMOUS, _GATHERED)):
+    if variable.startswith(_ANONYMOUS):
         return facts.model is not None and not facts.trains
     container = facts.containers.get(variable, "")
     is_list = container == "list" or (container == "dict" and inside == "[…]")
