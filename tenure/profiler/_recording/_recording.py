@@ -87,10 +87,10 @@ class Recording(Report):
         rank: the rank of a process group; None without one.
         notes: what could not be seen, and why.
         seeks_leaks: whether it was looked for leaks.
-        n_looks: how often; None where that was not recorded.
+        n_looks: how often.
         look_steps: how many steps there were before the last looks and, if steps came after them,
             before the end.
-        n_steps: how many steps there were; None where that was not recorded.
+        n_steps: how many steps there were.
         ram_bytes: the most RAM that the process had; None where that was not recorded.
     """
 
@@ -111,9 +111,9 @@ class Recording(Report):
     rank: int | None = None
     notes: tuple[str, ...] = ()
     seeks_leaks: bool = True
-    n_looks: int | None = None
+    n_looks: int = 0
     look_steps: tuple[int, ...] = ()
-    n_steps: int | None = None
+    n_steps: int = 0
     ram_bytes: int | None = None
 
     _is_spaced = True
@@ -239,7 +239,7 @@ class Recording(Report):
         grown = [str(each) for each in self.growth[:1]]
         if (n_more := len(self.growth) - 1) > 0:
             grown.append(f"{n_more} more grew: tenure leaks lists them.")
-        if not grown and self.seeks_leaks and self.n_looks is not None:
+        if not grown and self.seeks_leaks:
             grown = [self.leaks_found().no_growth()]
         return "\n".join((*lines, *grown))
 
@@ -332,18 +332,18 @@ class RecordedLeaks(Report):
         growth: what held more from step to step, the largest first.
         leaks: reports of scopes whose policy reports.
         were_sought: whether the run looked for leaks.
-        n_looks: how often it looked for growth; None where that was not recorded.
+        n_looks: how often it looked for growth.
         look_steps: how many steps there were before the last looks and, if steps came after them,
             before the end.
-        n_steps: how many steps there were; None where that was not recorded.
+        n_steps: how many steps there were.
     """
 
     growth: tuple[Growth, ...]
     leaks: tuple[LeakReport, ...]
     were_sought: bool = True
-    n_looks: int | None = None
+    n_looks: int = 0
     look_steps: tuple[int, ...] = ()
-    n_steps: int | None = None
+    n_steps: int = 0
 
     _is_spaced = True
 
@@ -355,20 +355,15 @@ class RecordedLeaks(Report):
 
     def no_growth(self) -> str:
         """Return the sentence for looks that saw no growth."""
-        if self.n_looks is None:
-            return "Found no growth from step to step."
-        if self.n_steps == 0:
+        n_steps = self.n_steps
+        if not n_steps:
             neither = "no optimizer made a step, and no model was called"
             return f"No growth to judge: {neither}. Compare two snapshots."
-        times, n_steps = f"looked {counted(self.n_looks, 'time')}", self.n_steps or 0
-        if n_steps:
-            times += f" in {counted(n_steps, 'step')}"
-            if n_steps < _STEPS:
-                short = f"Too short to judge growth ({counted(n_steps, 'step')})."
-                return f"{short} Run at least {_STEPS} steps."
-        late = {step for step in self.look_steps if step * _LATE >= n_steps}
-        n_late = self.n_looks if self.n_steps is None else len(late)
-        if n_late < LOOKS:
+        in_steps = counted(n_steps, "step")
+        if n_steps < _STEPS:
+            return f"Too short to judge growth ({in_steps}). Run at least {_STEPS} steps."
+        times = f"looked {counted(self.n_looks, 'time')} in {in_steps}"
+        if len({step for step in self.look_steps if step * _LATE >= n_steps}) < LOOKS:
             return (
                 f"Not enough looks to judge growth: {times}. It takes {LOOKS} in the last seven "
                 "eighths of the steps."
@@ -387,7 +382,7 @@ class RecordedLeaks(Report):
             lines = [f"- {each}" for each in self.growth[:MOST_ROWS]]
             if (more := len(self.growth) - MOST_ROWS) > 0:
                 lines.append(f"and {more} more")
-            if self.n_looks is not None:
+            if self.n_looks:
                 lines.append(f"Looked {counted(self.n_looks, 'time')}.")
             parts.append(Paragraph("What grew", "\n".join(lines)))
         for report in self.leaks[:MOST_ROWS]:
