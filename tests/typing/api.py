@@ -88,7 +88,7 @@ async def functions(x: Tensor) -> str:
 def reports(model: nn.Module, leaks: LeakReport) -> None:
     assert_type(LeakReport.from_dict(leaks.to_dict()), LeakReport)
     assert_type(adaptive.PeakReport.from_dict({}).against("24GiB"), adaptive.PeakReport)
-    profiler.MemReporter(model, pre_collect=True).report(verbose=True, device="cpu")
+    profiler.MemReporter(model).report(verbose=True, device="cpu")
     with profiler.Timeline() as timeline:
         assert_type(timeline, profiler.Timeline)
     assert_type(timeline.export("run.json"), Path)

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, UntypedStorage, nn
-from torch.optim import Optimizer
 
 from tenure._callers import created_at
 from tenure._cells import is_of_shell
@@ -47,14 +46,11 @@ _MAX_SEARCHED = 100_000
 _BORROWING = frozenset({"view", "autograd", "numpy"})
 
 
-def take_census(
-    models: Iterable[nn.Module] = (), optimizers: Iterable[Optimizer] = (), *, named: bool = True
-) -> list[StorageEntry]:
+def take_census(models: Iterable[nn.Module] = (), *, named: bool = True) -> list[StorageEntry]:
     """List every storage in the order of its owner's category; meta and fake tensors have none.
 
     Args:
         models: modules whose names come without the name of their class.
-        optimizers: optimizers whose state is named.
         named: whether variables are searched for the names of other tensors, which takes most of
             the time; their categories are known without.
     """
@@ -68,7 +64,7 @@ def take_census(
         ]
         image = Image()
         saved = saved_storages(*image.walk(), image)
-        names = names_of(list(models), image.modules, [*optimizers, *image.optimizers], kept)
+        names = names_of(list(models), image.modules, image.optimizers, kept)
         census = _Census(names, image, _homes(named for _, named in kept))
         if named:
             census.search({id(each.top()) for each in saved.values() if each.top is not None})

@@ -75,7 +75,7 @@ def names_of(
     for served, named in kept:
         label = "" if served is None else _label_of(served, roots)
         _add(names, named.tensor, _dotted(label, named.name), named.category)
-    for optimizer, label in _labelled({id(each): each for each in optimizers}.values()):
+    for optimizer, label in _labelled(optimizers):
         for name, t in _state_of(optimizer, label, names):
             if id(t) not in names:
                 _add(names, t, name, OPTIMIZER_STATE)

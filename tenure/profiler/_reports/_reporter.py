@@ -6,7 +6,6 @@ text and numbers only.
 
 from __future__ import annotations
 
-import gc
 import weakref
 
 import torch
@@ -34,7 +33,6 @@ class MemReporter:
 
     Args:
         model: the module whose dotted names are used.
-        pre_collect: collect garbage before each report, so that reference cycles do not show.
 
     Raises:
         ProfilerUsageError: the model is no ``nn.Module``.
@@ -54,20 +52,18 @@ class MemReporter:
     Source: ``MemReporter`` of pytorch_memlab, https://github.com/Stonesjtu/pytorch_memlab.
     """
 
-    def __init__(self, model: nn.Module | None = None, pre_collect: bool = False) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         if model is not None and not is_kind(type(model), nn.Module):
             raise ProfilerUsageError(
                 f"MemReporter() wants the nn.Module whose names to use, and got "
                 f"{type(model).__name__}. Pass the model, or nothing."
             )
+        # weakly, so that a reporter in a global keeps no model alive
         self._model = None if model is None else weakref.ref(model)
-        self._pre_collect = pre_collect
-        # Weakly, so that a reporter in a global keeps no model alive.
-        self._optimizers: list[weakref.ref[Optimizer]] = []
         self._entries: list[StorageEntry] = []
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Name the state of an optimizer, now and whatever it makes later.
+        """Accept an optimizer, whose state is named without this: all optimizers are found.
 
         Raises:
             ProfilerUsageError: it is no ``torch.optim.Optimizer``.
@@ -77,18 +73,11 @@ class MemReporter:
                 f"add_optimizer() wants a torch.optim.Optimizer, and got "
                 f"{type(optimizer).__name__}. Pass the optimizer itself."
             )
-        self._optimizers.append(weakref.ref(optimizer))
 
     def collect_tensor(self) -> None:
         """Look at every tensor that is alive; none is kept."""
-        # Garbage in cycles is alive to the allocator, and would be reported by the names in the
-        # cycle.
-        if self._pre_collect:
-            gc.collect()
         model = None if self._model is None else self._model()
-        optimizers = [o for reference in self._optimizers if (o := reference()) is not None]
-        models = [] if model is None else [model]
-        self._entries = take_census(models, optimizers)
+        self._entries = take_census([] if model is None else [model])
 
     def get_stats(
         self, verbose: bool = False, device: torch.device | str | int | None = None
