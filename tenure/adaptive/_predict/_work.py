@@ -98,7 +98,12 @@ class Work:
             for below, each in module.named_modules(prefix="" if len(self.roots) == 1 else name):
                 self.names.setdefault(id(each), below or name)
         self._generators = reached.all_generators(self.modules)
-        groups = [] if optimizer is None else optimizer.param_groups
+        self._visited = reached.visited()
+        # the work may step some itself
+        self._optimizers: list[Any] = [
+            each for each in (*self._visited, optimizer) if issubclass(type(each), Optimizer)
+        ]
+        groups = [group for each in self._optimizers for group in each.param_groups]
         self.parameters = _unique(
             [p for module in self.modules for p in module._parameters.values()]
             + [*reached.captured(), *(p for group in groups for p in group["params"])]
@@ -108,7 +113,6 @@ class Work:
         held = tensors_in([vars(module) for module in self.modules])
         self._shards = Shards(self.modules)
         self._others = _unique([*held, *reached.constants.values(), *self._shards.hidden()])
-        self._visited = reached.visited()
         self._is_compiled = any(map(is_compiled, (fn, *self._visited, *self.modules)))
         self.target = target_of(device, (*self.parameters, *self._inputs))
         self.may_step = True
@@ -132,13 +136,14 @@ class Work:
         ]
 
     def _state(self) -> list[Tensor]:
-        """Return the tensors that the optimizer keeps for its parameters."""
-        if self.optimizer is None:
-            return []
-        attributes = vars(self.optimizer).items()
+        return [tensor for each in self._optimizers for tensor in self._state_of(each)]
+
+    def _state_of(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the tensors that an optimizer keeps for its parameters."""
+        attributes = vars(optimizer).items()
         beside = [value for name, value in attributes if name not in ("state", "param_groups")]
         known = set(map(id, self.parameters))
-        kept = tensors_in([dict(self.optimizer.state), *beside])
+        kept = tensors_in([dict(optimizer.state), *beside])
         return [tensor for tensor in kept if id(tensor) not in known]
 
     def observe(self, *, is_counted: bool = False) -> Observer:
@@ -231,7 +236,6 @@ class Work:
                 self._run(observer)
             observer.end()
             observer.name_blocks(self.gradients(), "gradients")
-            observer.name_blocks(self._state(), "optimizer state")
         return observer
 
     def _enter_existing(self, observer: Observer, offloaded: list[Tensor]) -> None:
@@ -319,9 +323,11 @@ class Work:
             observer.phase = "optimizer step"
             observer.is_offloading = is_offloaded
 
-        def end(*_: Any) -> None:
+        def end(optimizer: Optimizer, *_: Any) -> None:
             observer.phase = before.pop()
             observer.is_offloading = False
+            # also of one that the work itself steps
+            observer.name_blocks(self._state_of(optimizer), "optimizer state")
 
         with register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end):
             yield

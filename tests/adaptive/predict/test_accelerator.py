@@ -50,6 +50,29 @@ def test_a_step_takes_of_an_accelerator_what_was_predicted(sim, make, shape, opt
     assert_takes(sim, report, squares(model), batch, stepped)
 
 
+@pytest.mark.sim_allocator("exact")
+def test_state_of_an_optimizer_that_the_work_steps_itself_is_there_in_later_steps(sim):
+    model, batch = mlp().to(sim.device), torch.randn(512, 64).to(sim.device)
+    optimizers = {"main": torch.optim.Adam(model.parameters())}
+
+    def train(x):
+        model(x).square().mean().backward()
+        for each in optimizers.values():
+            each.step()
+            each.zero_grad()
+
+    def true_peak():
+        sim.module.reset_peak_memory_stats()
+        train(batch)
+        return sim.peak_bytes
+
+    report = predict_peak(train, batch)
+    assert [report.peak_bytes, report.later_peak_bytes] == [true_peak(), true_peak()]
+    report = predict_peak(train, batch)
+    assert report.later_peak_bytes is None
+    assert report.peak_bytes == true_peak()
+
+
 @pytest.mark.sim_allocator("cuda")
 def test_a_model_on_the_host_is_predicted_as_if_it_were_there(sim):
     model, batch = mlp(), torch.randn(512, 64)
