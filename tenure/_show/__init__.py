@@ -10,12 +10,10 @@ from ._part import Together as Together
 from ._part import in_html as in_html
 from ._progress import progress as progress
 from ._progress import steps as steps
-from ._report import ADVICE_OF_CUT as ADVICE_OF_CUT
 from ._report import Report as Report
 from ._report import Shown as Shown
 from ._report import facts_of as facts_of
 from ._report import plain as plain
-from ._report import restored as restored
 from ._table import Amount as Amount
 from ._table import Column as Column
 from ._table import Row as Row

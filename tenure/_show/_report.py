@@ -35,7 +35,7 @@ from ._part import Part, in_html, in_text
 if TYPE_CHECKING:
     from rich.console import Group
 
-ADVICE_OF_CUT = "It was cut or altered after to_dict() gave it: write it anew."
+_ADVICE_OF_CUT = "It was cut or altered after to_dict() gave it: write it anew."
 _HOME, _OF_TORCH = "tenure.", "torch."
 _IN_SHORT = reprlib.Repr()
 _IN_SHORT.maxlevel, _IN_SHORT.maxstring = 3, 100
@@ -104,8 +104,7 @@ class Shown:
 class Report(Shown):
     """A report that can be written down, and read by another process.
 
-    A subclass is a dataclass whose fields are what it is made of, or states both ways itself, in
-    ``_facts`` and ``_of_facts``.
+    A subclass is a dataclass whose fields are what it is made of.
     """
 
     __slots__ = ()
@@ -130,14 +129,10 @@ class Report(Shown):
             ReportFormatError: it is of another kind or of a newer version, or it has been altered.
         """
         _refuse_others(cls, data)
-        return cls._of_facts(data)
+        return restored(cls, data)
 
     def _facts(self) -> dict[str, Any]:
         return facts_of(self)
-
-    @classmethod
-    def _of_facts(cls, facts: Mapping[str, object]) -> Self:
-        return restored(cls, facts)
 
 
 def _refuse_others(cls: type[Report], data: object) -> None:
@@ -219,7 +214,7 @@ def restored(cls: type[_Record], facts: Mapping[str, object], place: str = "") -
             hint = _hints(kind)[field.name]
             found[field.name] = _restored(hint, facts[key], f"{place}.{key}")
         elif field.default is MISSING and field.default_factory is MISSING:
-            raise ReportFormatError(f"{place}.{key} is missing. {ADVICE_OF_CUT}")
+            raise ReportFormatError(f"{place}.{key} is missing. {_ADVICE_OF_CUT}")
     return cls(**found)
 
 
@@ -240,7 +235,7 @@ def _restored(hint: Any, value: object, place: str) -> Any:
             hints = hints[:1] * len(value)
         if len(hints) != len(value):
             told = f"{place} has {len(value)} values, and should have {len(hints)}."
-            raise ReportFormatError(f"{told} {ADVICE_OF_CUT}")
+            raise ReportFormatError(f"{told} {_ADVICE_OF_CUT}")
         pairs = enumerate(zip(hints, value, strict=True))
         return tuple(_restored(each, inner, f"{place}[{i}]") for i, (each, inner) in pairs)
     if kind is float and (_is_number(value) or value in _NOT_FINITE):
@@ -253,7 +248,7 @@ def _restored(hint: Any, value: object, place: str) -> Any:
             return value
         hint = "number of 64 bits"
     raise ReportFormatError(
-        f"{place} is {shortened(value)}, and no {_spelled(hint)}. {ADVICE_OF_CUT}"
+        f"{place} is {shortened(value)}, and no {_spelled(hint)}. {_ADVICE_OF_CUT}"
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,6 @@ from tenure._errors import ProfilerUsageError, ReportFormatError
 from tenure._heap import collector_paused
 from tenure._report_files import read_facts, write_facts
 from tenure._show import (
-    ADVICE_OF_CUT,
     Amounts,
     Column,
     Paragraph,
@@ -31,7 +30,6 @@ from tenure._show import (
     in_html,
     plain,
     ranked,
-    restored,
 )
 from tenure._text import counted, describe_elements, format_bytes
 from tenure.scopes import LeakReport
@@ -39,7 +37,7 @@ from tenure.scopes import LeakReport
 from .._lines import RecordsDisplay
 from .._oom_report import OomReport
 from .._reports import MemReport
-from .._timeline import WRITERS, TimelineReport, Track, Writer, check_levels, write_as_named
+from .._timeline import WRITERS, TimelineReport, Track, Writer, write_as_named
 from ._growth import LOOKS, Growth
 from ._torch_snapshots import is_pickle, tracks_in
 from ._tree import RecordedTree, folded, tree_at_peak
@@ -51,8 +49,7 @@ _NOT_SOUGHT = "Leaks were not recorded. Run with --leaks to look for them."
 # A look counts if it is in all but the first eighth of the steps, of which there are enough.
 _LATE, _STEPS = 8, 8
 _STORAGE = "storage"
-# three centuries, as of a timeline
-_SHORT_S, _MOST_S = 60, 1e10
+_SHORT_S = 60
 _TENSORS = (
     Column("tensor"),
     bytes_column(_STORAGE),
@@ -295,15 +292,6 @@ class Recording(Report):
             if rows:
                 title = f"Largest on {device.device}"
                 yield Table(title, _TENSORS, rows, by=_STORAGE, most=MOST_ROWS)
-
-    @classmethod
-    def _of_facts(cls, facts: Mapping[str, object]) -> Self:
-        found = restored(cls, facts)
-        for track in found.tracks:
-            check_levels(track)
-        if not 0 <= found.duration_s <= _MOST_S:
-            raise ReportFormatError(f"Recording has a time that is no number. {ADVICE_OF_CUT}")
-        return found
 
     @classmethod
     def _of_torch(cls, path: str | Path) -> Self:

@@ -11,5 +11,4 @@ from ._timeline_report import PeakRow as PeakRow
 from ._timeline_report import ScopeSpan as ScopeSpan
 from ._timeline_report import TimelineReport as TimelineReport
 from ._timeline_report import Track as Track
-from ._timeline_report import check_levels as check_levels
 from ._timeline_report import summed as summed

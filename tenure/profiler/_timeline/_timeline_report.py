@@ -6,14 +6,12 @@ lines. However long the recording was, the report has some thousand times, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TypeVar
 
-from tenure._errors import ReportFormatError
 from tenure._show import (
-    ADVICE_OF_CUT,
     Amount,
     Amounts,
     Column,
@@ -24,7 +22,6 @@ from tenure._show import (
     bytes_column,
     in_bytes,
     ranked,
-    restored,
 )
 from tenure._text import counted, format_bytes
 
@@ -214,16 +211,6 @@ class TimelineReport(Report):
         length = f"{self.duration_s:.2f} s, {counted(self.n_events, 'event')}"
         return f"{length}: peak {', '.join(peaks)}" if self.devices else f"{length}: no memory"
 
-    @classmethod
-    def _of_facts(cls, facts: Mapping[str, Any]) -> Self:
-        found = restored(cls, facts)
-        for device in found.devices:
-            parts = (device.by_category, device.by_scope, device.by_line)
-            check_levels(device, *(figures for part in parts for figures in part.values()))
-        if len(found.host.times_s) != len(found.host.rss_bytes):
-            raise _unfit("the host")
-        return found
-
     def _parts(self) -> Sequence[Part]:
         if not self.devices:
             return [Paragraph("", f"{self.summary()}.")]
@@ -244,17 +231,6 @@ class TimelineReport(Report):
         if self.notes:
             parts.append(Paragraph("", "\n".join(f"Note: {note}" for note in self.notes)))
         return parts
-
-
-def check_levels(track: Track, *parts: Sequence[int]) -> None:
-    """Raise a `ReportFormatError` if the figures of one device do not fit each other."""
-    n_times = {len(figures) for figures in (track.times_s, track.live_bytes, *parts)}
-    if len(n_times) > 1 or track.peak_bytes not in track.live_bytes:
-        raise _unfit(track.device)
-
-
-def _unfit(place: str) -> ReportFormatError:
-    return ReportFormatError(f"The figures of {place} do not fit each other. {ADVICE_OF_CUT}")
 
 
 def summed(rows: Iterable[PeakRow], key: Callable[[PeakRow], _Key]) -> dict[_Key, tuple[int, int]]:
