@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tenure._errors import ReportFormatError
 
@@ -26,8 +26,6 @@ _MOST_BYTES = 256 << 20
 _MOST_VALUES = 10_000_000
 _CHUNK_BYTES = 1 << 20
 _MOST_NAMES = 1000
-# of a whole number: bytes and nanoseconds have fewer, and a float can hold it
-_MOST_DIGITS = 100
 _BINARY = getattr(os, "O_BINARY", 0)
 
 
@@ -123,16 +121,6 @@ def _rename_to_new(written: Path, chosen: Path) -> None:
         raise
 
 
-def _whole(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:
-        raise ValueError(f"a number has {len(digits)} digits")
-    return int(digits)
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
-
-
 def _unpacked(path: str | Path) -> bytes:
     chunks, n_bytes, n_values = [], 0, 0
     with gzip.open(path, "rb") as file:
@@ -156,7 +144,7 @@ def read_facts(path: str | Path) -> dict[str, Any]:
         OSError: it can't be read.
     """
     try:
-        facts = json.loads(_unpacked(path), parse_int=_whole, parse_constant=_no_number)
+        facts = json.loads(_unpacked(path))
     except (gzip.BadGzipFile, EOFError, zlib.error, ValueError, RecursionError) as error:
         if isinstance(error, ReportFormatError):
             raise

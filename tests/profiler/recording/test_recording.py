@@ -68,7 +68,7 @@ def test_the_variable_that_grew_is_named_before_what_holds_it(name, subject):
         ({"format": "tenure.Recording", "version": 99}, "version 99"),
         ({"format": "tenure.Recording", "version": 1}, "Recording.command is missing"),
         ([1], "has no report in it"),
-        (10**400, "a number has 401 digits"),
+        (10**400, "has no report in it"),
     ],
     ids=str,
 )
