@@ -20,7 +20,6 @@ _COLUMNS = {
     "peak": "peak_bytes",
 }
 """The field of a record that each column shows."""
-DEFAULT_COLUMNS = tuple(_COLUMNS)
 # net is what they come to
 _SPARE = {"freed": 2, "alloc": 1}
 
@@ -80,7 +79,7 @@ def checked_columns(names: Sequence[str] | None) -> tuple[str, ...]:
         ProfilerUsageError: there is no such column.
     """
     if names is None:
-        return DEFAULT_COLUMNS
+        return tuple(_COLUMNS)
     if isinstance(names, str):
         names = (names,)
     for name in names:

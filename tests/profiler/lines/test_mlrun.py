@@ -61,18 +61,6 @@ def test_several_functions_and_methods_are_profiled(shell):
     assert re.findall(r"^## (\S+),", shown, re.MULTILINE) == ["Net.forward", "work", "other"]
 
 
-def test_only_the_columns_that_are_named_are_shown_with_D(shell):
-    heading = table(ran(shell, "%mlrun -f work -c peak -d cpu work(4)")).splitlines()[1]
-    assert " ".join(heading.split()) == "line hits alloc freed net peak code"
-    for flags in (
-        "-D -c net -c hits",
-        "-Dc net --column=hits",
-        "--no_default_columns -cnet -chits",
-    ):
-        heading = table(ran(shell, f"%mlrun -f work {flags} -d cpu work(4)")).splitlines()[1]
-        assert heading.split() == ["line", "net", "hits", "code"]
-
-
 def test_a_device_is_chosen_by_index_or_by_name(sim, shell):
     ran(shell, "def there(): return torch.ones(256, device='sim')")
     for flags in ("-g 0", "--gpu 0", "--gpu=0", "-d sim", "--device sim:0", "-dsim:0"):
@@ -89,17 +77,6 @@ def test_quiet_shows_nothing_and_return_gives_the_profiler(shell):
     assert ran(shell, "q = %mlrun --return-profiler -f work -d cpu work(4)").outputs
     assert ran(shell, "n = %mlrun -f work -d cpu work(4)").outputs
     assert shell.user_ns["n"] is None
-
-
-def test_the_table_is_written_to_a_file(shell, tmp_path):
-    file = tmp_path / "a profile.txt"
-    captured = ran(shell, f'%mlrun -f work -d cpu -T "{file}" x = work(256)')
-    assert captured.stdout == f"Wrote {file}\n"
-    assert file.read_text() == f"{table(captured)}\n"
-    file.unlink()
-    captured = ran(shell, f'%mlrun --quiet --dump-profile "{file}" -f work -d cpu x = work(256)')
-    assert captured.stdout == ""
-    assert "torch.ones" in file.read_text()
 
 
 def test_an_error_of_the_cell_goes_on_and_what_was_collected_is_shown(shell):
@@ -121,7 +98,10 @@ REFUSED = [
     ("-f Net().forward -d cpu ran = True", f"%mlrun -f Net().forward: {NO_NAME}"),
     ("-f work.1 -d cpu ran = True", f"%mlrun -f work.1: {NO_NAME}"),
     ("-f work -g 0 -d cpu work(4)", "target_gpu and device"),
-    ("-f work -c reserved work(4)", "There is no column 'reserved'."),
+    (
+        "-f work -c peak work(4)",
+        "%mlrun: unrecognized arguments: -c. See %mlrun? for what there is.",
+    ),
 ]
 
 
