@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from tenure._callers import warn_user
-from tenure._errors import AdaptiveUsageWarning
+from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning
 from tenure._text import listed
 from tenure._torch.compiler import mark_dynamic
 from tenure._torch.quiet import without_functions
+from tenure._torch.writes import version_of
 from tenure.scopes import DisposeScope
 
 from .._attempt import Attempts
+from .._callables import name_of
 from .._predict import Forecast
 from .._ranks import has_other_ranks
 from .._reachable import Reachable, coupled_modules
@@ -105,7 +107,7 @@ class RangePart:
 class DimensionPart(RangePart):
     """The part of a tensor that is worked on next, as a function of its size."""
 
-    __slots__ = ("_tensor", "dimension")
+    __slots__ = ("_begun", "_tensor", "dimension")
 
     def __init__(
         self, function: _Function, tensor: Tensor, dimension: int, args: _Args, kwargs: _Kwargs
@@ -113,14 +115,26 @@ class DimensionPart(RangePart):
         super().__init__(function, 0, args, kwargs)
         self._tensor = tensor
         self.dimension = dimension
+        # where the last attempt began, and how often the tensor was written before it
+        self._begun: tuple[int, int | None] | None = None
 
     def __call__(self, size: int) -> Any:
         """Work on so many.
 
         The chunk has no memory of its own: it is a view, which no scope has to own.
+
+        Raises:
+            AdaptiveUsageError: the attempt before has written into the rows of this one.
         """
         start, tensor = self.start, self._tensor
         self.end = end = start + size
+        before, self._begun = self._begun, (start, version_of(tensor))
+        if before is not None and before[0] == start and before != self._begun:
+            raise AdaptiveUsageError(
+                f"{name_of(self.function)}() has written into its chunk, the rows from {start} on, "
+                "and then ran out of memory. Another attempt would find what it has written, such "
+                "as rows divided by 255 already. Write into a copy, as in rows = rows / 255."
+            )
         # A plain tensor's view is not seen by modes; one of a subclass is its class's to make.
         if type(tensor) is Tensor:
             with without_functions():

@@ -339,3 +339,18 @@ NOT_DENSE = r"got \w+\[.*4\] .* of layout torch\._?\w+, and splits dense"
 def test_what_can_not_be_used_is_refused(call, message):
     with pytest.raises(AdaptiveUsageError, match=message):
         call()
+
+
+def test_a_chunk_that_was_written_in_place_is_not_tried_again():
+    rows = torch.ones(64)
+
+    @adaptive.chunked(collect="cat")
+    def halved(part, start, end, most):
+        part.div_(2)
+        if len(part) > most:
+            raise oom()
+        return part.sum()[None]
+
+    assert halved(rows, 64) == 32
+    with pytest.raises(AdaptiveUsageError, match="has written into its chunk, the rows from 0 on"):
+        halved(rows, 16)
