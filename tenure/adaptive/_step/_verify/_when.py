@@ -79,11 +79,11 @@ class _BatchKind:
     lowest: dict[str | None, float] = field(default_factory=dict)
     n_ties: int = 0
 
-    def note_verified(self) -> None:
-        """Set the next call, after the first ones 5, 10, 20 and so on."""
+    def note_verified(self, n_first: int) -> None:
+        """Set the next call, after so many first ones 5, 10, 20 and so on."""
         self.n_verified += 1
         self.due = self.n_calls + 1
-        if self.n_verified >= _FIRST:
+        if self.n_verified >= n_first:
             self.due = next(n for i in count() if (n := 5 << i) > self.n_calls)
 
 
@@ -96,9 +96,11 @@ class _StepProgram:
         extremes: of each part of a batch the largest label, or the sign of the least measurement,
             negated.
         places: by kind of batch.
+        n_first: how many first calls of each are verified.
     """
 
     n_calls: int = 0
+    n_first: int = _FIRST
     n_free: int = 0
     refusal: tuple[Any, ...] | None = None
     extremes: dict[str, float] = field(default_factory=dict)
@@ -128,6 +130,8 @@ class _StepProgram:
             # batches that were enough for what it was may be too much alike for what it is
             self.places.clear()
             self.extremes.clear()
+            # each number that changes now and then would cost as many as a new program
+            self.n_first = 1
         return bool(changed)
 
     def note_verified(self) -> None:
@@ -205,7 +209,7 @@ class SplitCall:
         else:
             self._code.n_extra += n_samples
         self.program.note_verified()
-        self._place.note_verified()
+        self._place.note_verified(self.program.n_first)
 
     def wants_count(self, name: str | None, count: float, n_samples: int) -> bool:
         """Return whether to look at a count: nothing as low was seen, or nothing lower."""
