@@ -241,7 +241,10 @@ def test_cards_have_a_verdict_each_and_a_change_that_makes_it_fit(tiny):
     assert predicted(largest, "cuda").fits(small["memory_bytes"])
     above = replace(setup, batch=small["largest_batch"] + 1)
     assert not predicted(above, "cuda").fits(small["memory_bytes"])
-    _, line, *others = str(found).splitlines()
+    first, line, *others = found.text(width=200).splitlines()
+    assert first.endswith(
+        f"; largest batch {largest.batch}. It fits with {small['remedy']['what']}."
+    )
     told = re.fullmatch(
         r"Fits in 104\.0 MiB: yes; it needs (.+) MiB, (.+) MiB to spare; largest batch \d+\.", line
     )

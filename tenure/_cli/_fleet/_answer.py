@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tenure._errors import CommandError, TenureError
-from tenure._show import Code, Column, Paragraph, Part, Shown, Table, plain, steps
+from tenure._show import Code, Paragraph, Part, Shown, plain, steps
 from tenure._text import counted, format_bytes
 from tenure._torch.fakes import unlogged
 from tenure.adaptive import PeakReport, predict_peak
@@ -25,15 +25,6 @@ from ._work import Made, Size, in_memory, making, size_of
 _MOST_SAMPLES = 2**20
 _POWERS = [1 << i for i in range(1, 11)]
 """The numbers of ranks that are looked at, where more of them are to make it fit."""
-_COLUMNS = (
-    Column("device memory", ">"),
-    Column("ranks", ">"),
-    Column("needs", ">"),
-    Column("fits"),
-    Column("left", ">"),
-    Column("largest batch", ">"),
-    Column("remedy"),
-)
 
 
 class RankPeak(NamedTuple):
@@ -116,16 +107,8 @@ class Case:
         elif spare_bytes < 0:
             told = f"yes, once the allocator gives back what it caches; else it keeps {needed}"
         largest = f"largest batch {self.largest_batch}" if self.largest_batch else "no batch fits"
-        return f"Fits in {format_bytes(self.memory_bytes)}{on}: {told}{beside}; {largest}."
-
-    def row(self) -> tuple[str, ...]:
-        """Return its cells."""
-        sizes = (self.memory_bytes, self.needed_bytes, self.spare_bytes)
-        memory, needed, spare = ("" if n is None else format_bytes(n) for n in sizes)
-        fits = {None: "", True: "yes", False: "no"}[self.fits]
-        largest = "" if self.largest_batch is None else str(self.largest_batch)
-        remedy = self.remedy.what if self.remedy is not None else ""
-        return memory, str(self.ranks), needed, fits, spare, largest, remedy
+        remedy = "" if self.remedy is None else f" It fits with {self.remedy.what}."
+        return f"Fits in {format_bytes(self.memory_bytes)}{on}: {told}{beside}; {largest}.{remedy}"
 
 
 class FleetAnswer(Shown):
@@ -171,8 +154,6 @@ class FleetAnswer(Shown):
         about = f"{self._model.config.model_type}, {n_parameters}; {samples}: {setup.words()}."
         verdicts = [case.verdict() for case in self._cases]
         parts: list[Part] = [Paragraph("", "\n".join([*verdicts, about]))]
-        if len(self._cases) > 1:
-            parts.append(Table("", _COLUMNS, [case.row() for case in self._cases]))
         remedies = {case.remedy.how: case.remedy for case in self._cases if case.remedy is not None}
         for each in remedies.values():
             title = f"With {each.what} a step needs {format_bytes(each.needed_bytes)}:"
