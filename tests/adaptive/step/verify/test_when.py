@@ -1,5 +1,6 @@
 """When a step is verified, and what that costs."""
 
+import itertools
 import math
 import os
 import warnings
@@ -171,6 +172,23 @@ def test_after_a_refusal_batches_of_another_kind_are_verified_in_each_call():
     for _ in range(2):
         refused(fn, {"x": wrong, "y": of_one_class})
         step(fn, {"x": everything, "y": of_one_class}, maximum=4)
+
+
+def test_after_a_change_the_next_call_is_verified_and_then_the_fifth():
+    net, phase, runs = small_net(), {"power": 1}, itertools.count()
+
+    def fn(b):
+        next(runs)
+        return net(b).square().mean() * phase["power"]
+
+    verified = []
+    for i in range(1, 19):
+        phase["power"] = 1 if i < 8 else 2
+        before = next(runs)
+        step(fn, samples(16), maximum=4)
+        if next(runs) - before > 5:
+            verified.append(i)
+    assert verified == [1, 2, 3, 5, 8, 12, 17]
 
 
 def test_after_a_change_batches_that_are_too_much_alike_are_not_enough():
