@@ -11,7 +11,7 @@ from tenure import LeakRecord, LeakReport, adaptive, paging
 from tenure import profiler as p
 from tenure._cli._cell import CellReport
 from tenure._cli._fitting import Answer, MicroBatch
-from tenure.profiler._lines._display import DEFAULT_COLUMNS, RecordsDisplay, Section
+from tenure.profiler._lines._display import RecordsDisplay, Section
 from tenure.profiler._owners import StorageEntry
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -150,7 +150,7 @@ LINES = RecordsDisplay(
             ),
         ),
     ),
-    DEFAULT_COLUMNS,
+    ("hits", "alloc", "freed", "net", "peak"),
 )
 
 
