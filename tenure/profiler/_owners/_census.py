@@ -25,7 +25,6 @@ from tenure._heap import (
     find_holders,
     gradient_of,
     is_kind,
-    read,
     type_name,
 )
 from tenure._registries import NamedTensor, namers
@@ -83,7 +82,6 @@ class _StorageTensor(NamedTuple):
         row: the tensor, with all bytes of the storage.
         tensor_bytes: those that it shows.
         held: what it is called.
-        has_graph: a graph of autograd hangs on it.
     """
 
     key: int
@@ -91,7 +89,6 @@ class _StorageTensor(NamedTuple):
     row: TensorRow
     tensor_bytes: int
     held: TensorName
-    has_graph: bool = False
 
     @property
     def rank(self) -> tuple[int, int, int, int, str]:
@@ -240,12 +237,11 @@ class _Census:
     def _enter(self, t: Tensor, category: str) -> None:
         """Enter each part of a tensor."""
         self._entered.add(id(t))
-        held, site, has_graph = self._called(t), created_at(t), read(t, "grad_fn") is not None
+        held, site = self._called(t), created_at(t)
         for part in parts_of(t):
             tensor = part.tensor
             row = _row(held.name + part.label, category, tensor, site, part.n_bytes)
-            shown = element_bytes(tensor)
-            member = _StorageTensor(part.key, identity_of(tensor), row, shown, held, has_graph)
+            member = _StorageTensor(part.key, identity_of(tensor), row, element_bytes(tensor), held)
             self._over(part.key).append(member)
 
     def _stands_alone(self, t: Tensor) -> bool:
@@ -279,7 +275,6 @@ def _entry(key: int, members: list[_StorageTensor]) -> StorageEntry:
         owner,
         max(member.tensor_bytes for member in members),
         members[0].held.kind,
-        any(member.has_graph for member in members),
         tuple(replace(m.row, owner=owner.name) for m in members[1:]),
         next(own, members[0].identity),
     )

@@ -75,7 +75,6 @@ class StorageEntry:
         owner: the row that counts the storage.
         shown_bytes: bytes of the largest tensor over it; less than all if only views are left.
         kind: what holds the owner, as in `Holder.kind`; empty where its name says it.
-        has_graph: a graph of autograd hangs on one of the tensors.
         others: the other tensors over it.
         identity: a weak reference, the same object as long as it is the same storage; None for
             memory that a library hides, and in a report that was read.
@@ -84,7 +83,6 @@ class StorageEntry:
     owner: TensorRow
     shown_bytes: int
     kind: str = ""
-    has_graph: bool = False
     # written nowhere: a report has the rows already, and an identity tells another process nothing
     others: tuple[TensorRow, ...] = field(default=(), metadata={"key": None})
     identity: weakref.ref[UntypedStorage] | None = field(default=None, metadata={"key": None})

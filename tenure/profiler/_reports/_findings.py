@@ -74,8 +74,6 @@ def find_growth(new: Sequence[StorageEntry]) -> tuple[Finding, ...]:
     ]
     saved = [entry.owner for entry in new if entry.owner.category == SAVED]
     roots = dict.fromkeys(place_of(row.graph) for row in saved if row.graph is not None)
-    # Of a graph that no tensor leads to, as one that a hook holds, what came with it has to do.
-    roots = roots or dict.fromkeys(place_of(e.owner.name) for e in new if e.has_graph)
     # A graph that came with nothing saved costs nothing to keep.
     if saved and roots:
         names = ", ".join(list(roots)[:_MAX_ROOTS]) + (", …" if len(roots) > _MAX_ROOTS else "")
