@@ -257,7 +257,7 @@ def _check(func: Any, walk: _Walk, target: Handle | None) -> None:
     Raises:
         AdaptiveUsageError: the call is of that kind.
     """
-    name = getattr(func, "__name__", func)
+    name = getattr(func, "__name__", None) or getattr(func, "name", func)
     if not walk.lazies:
         raise AdaptiveUsageError(
             f"{name}() got a tensor of lazy() inside of an object that is no list, tuple or dict. "

@@ -67,7 +67,8 @@ class LazyTensor(Handle):
         """Record the call, or answer it where no data is needed."""
         if is_dynamo_compiling():
             raise AdaptiveUsageError(_COMPILED)
-        if func.__name__ == "__get__":
+        # a method of TorchScript has no name
+        if getattr(func, "__name__", "") == "__get__":
             answer = _PROPERTIES.get(func.__self__.__name__)  # type: ignore[attr-defined]
             if answer is not None:
                 return answer(args[0])

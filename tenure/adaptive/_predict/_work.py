@@ -153,9 +153,9 @@ class Work:
             is_counted: whether to tell what a memory budget counts, rather than what there is.
 
         Raises:
-            PredictionError: a model is paged, or a module of ``fully_shard`` is between a forward
-                and a backward pass; or the work keeps a tensor without data, and nobody knows what
-                was there before.
+            PredictionError: a model is paged or of TorchScript, or a module of ``fully_shard`` is
+                between a forward and a backward pass; or the work keeps a tensor without data, and
+                nobody knows what was there before.
         """
         reached = set(map(id, self.parameters))
         for model in (namer.served_model() for namer in namers.alive()):
@@ -164,6 +164,13 @@ class Work:
                     f"The memory of this work can't be predicted: {type(model).__name__} is paged, "
                     "and only a part of its weights is on the device. Call plan_paging(..., "
                     "inputs=...) before page(), or unpage() to predict the model as a whole."
+                )
+        for module in self.modules:
+            if isinstance(module, torch.jit.ScriptModule):
+                raise PredictionError(
+                    f"The memory of this work can't be predicted: {type(module).__name__} is a "
+                    "module of TorchScript, which reads its weights where nobody can show it "
+                    "others. Predict the Python module that it was made of."
                 )
         if self._shards.is_exchanging:
             # what is predicted would be added to it

@@ -164,8 +164,9 @@ def test_packed_sequences_run_whole_and_are_the_reason_if_they_do_not_fit():
 
 
 def test_what_can_not_be_recorded_is_refused_by_name(x):
-    with pytest.raises(AdaptiveUsageError, match=r"forward\(\) of a model in TorchScript"):
-        torch.jit.script(mlp())(lazy(x))
+    for scripted in (torch.jit.script(mlp()), torch.jit.trace(mlp(), x)):
+        with pytest.raises(AdaptiveUsageError, match=r"forward\(\) of a model in TorchScript"):
+            scripted(lazy(x))
     for dim in (1, None):
         told = rf"has no dimension {dim} .*a plain tensor if"
         with pytest.raises(AdaptiveUsageError, match=told):

@@ -87,6 +87,16 @@ def test_a_parameter_that_the_work_replaces_or_deletes_is_there_again():
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.parametrize(
+    "scripted", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 8))]
+)
+def test_a_module_of_torchscript_is_refused_and_trains_on(scripted):
+    model = scripted(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    with pytest.raises(PredictionError, match=r"Module is a module of TorchScript"):
+        predict_peak(lambda x: model(x).square().mean(), torch.ones(2, 8))
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_lists_in_the_state_of_an_optimizer_are_as_before():
     model, batch = nn.Linear(8, 8), torch.randn(4, 8)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
