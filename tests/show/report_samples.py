@@ -116,7 +116,6 @@ OOM = p.OomReport(
     2**34,
     2**36,
     2**30,
-    2**30,
     _SUMS,
     tuple(p.OomLine(s, 2**29, 7, "float32[64, 512, 1024] on cuda:0") for s in (SITE, FAR)),
     (
@@ -192,9 +191,7 @@ _OF_LITTLE = {
 }
 _SHORT_MEMORY = p.DeviceReport("cuda:0", ROWS[4:], {"parameters": 2**20}, 2**30, True)
 SHORT = _recording(**_OF_LITTLE, memory=p.MemReport((_SHORT_MEMORY,)))
-DIFF = p.SnapshotDiff(
-    2**30, ROWS[:25], ROWS[25:-1], ((PARAMETERS[0], PARAMETERS[1]),), FINDINGS, {"cuda:0": 2**30}
-)
+DIFF = p.SnapshotDiff(2**30, ROWS[:25], ROWS[25:-1], ((PARAMETERS[0], PARAMETERS[1]),), FINDINGS)
 
 
 PEAK_REPORT = adaptive.PeakReport(

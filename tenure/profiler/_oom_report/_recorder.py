@@ -258,7 +258,6 @@ class OomReport(Report):
         requested_bytes: what the allocation asked for; 0 where nothing tells.
         total_bytes: the memory of the device, or the limit on it; None where nothing tells.
         free_bytes: what of it was free; None where nothing tells.
-        cause_bytes: the bytes that speak for the cause.
         categories: bytes by category, on that device.
         lines: the lines that made the most, where sites were captured.
         holders: the places that keep the most.
@@ -277,7 +276,6 @@ class OomReport(Report):
     requested_bytes: int
     total_bytes: int | None
     free_bytes: int | None
-    cause_bytes: int
     categories: dict[str, int]
     lines: tuple[OomLine, ...]
     holders: tuple[OomLine, ...]
@@ -341,7 +339,6 @@ def build(facts: Facts, cause: Candidate) -> OomReport:
         facts.wanted_bytes,
         facts.total_bytes,
         facts.free_bytes,
-        cause.n_bytes,
         {name: facts.bytes_of(name) for name in names},
         _largest(facts, lambda row: row.created_at)[:_MOST_LINES],
         _largest(facts, lambda row: _holder_of(row, facts))[:_MOST_HOLDERS],

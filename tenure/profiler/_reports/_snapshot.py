@@ -97,7 +97,6 @@ class Snapshot(Report):
             tuple(entry.owner for key, entry in was.items() if key not in now),
             tuple(pair for pair in both if pair[0].n_bytes != pair[1].n_bytes),
             find_growth(new) + find_standing(new),
-            _changes_of_devices(other.report, self.report),
         )
 
     def __repr__(self) -> str:
@@ -117,7 +116,6 @@ class SnapshotDiff(Report):
         freed: the tensors whose storages went, by the names that they had.
         resized: tensors whose storages stayed and changed in size, as they were and as they are.
         findings: what looks like a leak among the new ones, the largest first.
-        device_bytes: by device, the bytes by which its total grew.
     """
 
     total_bytes: int
@@ -125,7 +123,6 @@ class SnapshotDiff(Report):
     freed: tuple[TensorRow, ...]
     resized: tuple[tuple[TensorRow, TensorRow], ...] = ()
     findings: tuple[Finding, ...] = ()
-    device_bytes: dict[str, int] = field(default_factory=dict)
 
     _figures: ClassVar = ("unexplained_bytes", "categories")
 
@@ -191,14 +188,6 @@ def snapshot() -> Snapshot:
     """
     entries = take_census()
     return Snapshot(tuple(entries), build_report(entries))
-
-
-def _changes_of_devices(before: MemReport, now: MemReport) -> dict[str, int]:
-    # A device of one moment alone: all of it came, or went.
-    found = {device.device: device.total_bytes for device in now.devices}
-    for device in before.devices:
-        found[device.device] = found.get(device.device, 0) - device.total_bytes
-    return found
 
 
 def _by_storage(snapshot: Snapshot) -> dict[object, StorageEntry]:

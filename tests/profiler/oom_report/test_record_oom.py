@@ -81,7 +81,7 @@ def test_memory_that_nothing_was_found_in_has_no_known_cause():
     with out_of_memory(), record_oom(quiet=True) as recorder:
         raise torch.OutOfMemoryError(text)
     report = recorder.report
-    assert (report.cause, report.cause_bytes) == ("unknown", 0)
+    assert report.cause == "unknown"
     assert report.first_line == "Out of memory; too little was seen to tell why."
     # a GB of allocators is a GiB
     assert (report.requested_bytes, report.total_bytes) == (1 << 30, 20 << 30)
