@@ -47,11 +47,6 @@ _push_dispatch = bound("torch.utils._python_dispatch._push_mode", "tenure.profil
 _OPERATOR = type(torch.ops.aten.add.Tensor)
 
 
-def has_function_modes() -> bool:
-    """Return whether a function mode stands on the stack of this thread."""
-    return bool(n_function_modes())
-
-
 def is_active(mode: object) -> bool:
     """Return whether a function mode is active; none is inside a backward hook, for example."""
     depth = n_function_modes()

@@ -29,7 +29,7 @@ from tenure._torch import cpu_allocator as allocator
 from tenure._torch.autograd import is_running_node
 from tenure._torch.compiler import never_compiled
 from tenure._torch.gradient_sums import prepare
-from tenure._torch.modes import EagerMode, has_function_modes, remove_dispatch, schema_of
+from tenure._torch.modes import EagerMode, remove_dispatch, schema_of
 from tenure._torch.quiet import without_functions
 from tenure._torch.resizing import tell, tell_no_more
 from tenure._torch.storages import key_of
@@ -315,10 +315,7 @@ class TimelineRecorder(EagerMode):
         if kind and self.is_open:
             # None on a thread of autograd's engine
             caller = sys._getframe().f_back
-            if has_function_modes():
-                with without_functions():
-                    self._made(out, args, kind, caller)
-            else:
+            with without_functions():
                 self._made(out, args, kind, caller)
         return out
 
