@@ -6,7 +6,6 @@ Its tables have the headings of pytorch_memlab's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -83,11 +82,6 @@ class DeviceReport:
         """
         return self.total_bytes - sum(self.categories.values())
 
-    @property
-    def n_elements(self) -> int:
-        """The elements of all tensors of the rows."""
-        return sum(_numel(row) for row in self.rows)
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class MemReport(Report):
@@ -148,10 +142,7 @@ def _parts_of(device: DeviceReport, verbose: bool) -> Iterator[Part]:
     amounts = [*device.categories.items(), (UNEXPLAINED, device.unexplained_bytes)]
     if any(n_bytes for _, n_bytes in amounts):
         used = format_bytes(sum(row.counted_bytes for row in device.rows))
-        found = (
-            f"{counted(len(device.rows), 'tensor')} with {counted(device.n_elements, 'element')}"
-        )
-        yield Amounts(f"Total: {found}, {used}", ranked(amounts))
+        yield Amounts(f"Total: {counted(len(device.rows), 'tensor')}, {used}", ranked(amounts))
     yield Paragraph("", "\n".join(_allocator_lines(device)))
 
 
@@ -203,12 +194,6 @@ def _device_report(name: str, rows: Sequence[TensorRow]) -> DeviceReport:
         told.largest_free,
         told.inactive_split,
     )
-
-
-def _numel(row: TensorRow) -> int:
-    sizes = [size for size in row.shape if isinstance(size, int)]
-    # A symbolic size has no number that could be added.
-    return math.prod(sizes) if len(sizes) == len(row.shape) else 0
 
 
 def _cells(row: TensorRow, *, verbose: bool) -> list[str]:

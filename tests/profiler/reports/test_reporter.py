@@ -302,7 +302,7 @@ Element type                 Size  Used MEM  Category       Created at
 train.<locals>.loss            ()       4 B  other tensors  a.py:7
 view(->0.weight)             (4,)     (0 B)  parameters
 In brackets: in the storage of another row, which counts it.
-Total: 3 tensors with 1048581 elements, 4.0 MiB
+Total: 3 tensors, 4.0 MiB
 category              bytes   share
 ------------------  -------  ------  --------------------------------
 parameters          4.0 MiB  100.0%  ███████████████████████████████▉
