@@ -51,8 +51,7 @@ class Run(Verb):
 
     name = "run"
     options = """
-program SCRIPT  run a script with its arguments; also a folder or zip file with a __main__.py, or -
-                for stdin
+program SCRIPT  run a script with its arguments; also a folder or zip file with a __main__.py
 """
 
     @classmethod

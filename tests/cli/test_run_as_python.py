@@ -223,17 +223,16 @@ _SELF_AND_FAILS = _SELF + _FAILS
         (["-m", "pack.age", "-x"], {"pack/__init__.py": "", "pack/age.py": _SELF_AND_FAILS}),
         # from Python 3.13 on, tracebacks keep the source of -c in a way of their own
         (["-c", _SELF, "-q", "b"], {}),
-        (["-", "a"], {}),
         (["app", "a"], {"app/__main__.py": _SELF_AND_FAILS, "app/other.py": ""}),
         (["app.zip", "a"], {"app.zip": _zipped(_SELF_AND_FAILS)}),
         (["deep/../deep/program.py"], {"deep/program.py": _SELF}),
         (["-m", "nowhere.at.all"], {}),
         (["-m", "pytest", "-qq", "-W", "error"], {"test_it.py": "def test(): pass"}),
     ],
-    ids=["module", "code", "standard input", "folder", "zip", "path", "missing", "pytest"],
+    ids=["module", "code", "folder", "zip", "path", "missing", "pytest"],
 )
 def test_whatever_is_run_does_what_it_does_under_python(arguments, files, tmp_path):
-    python, tenure = _both(tmp_path, arguments, files, input=_SELF_AND_FAILS)
+    python, tenure = _both(tmp_path, arguments, files)
     assert tenure == python
 
 

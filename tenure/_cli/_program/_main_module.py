@@ -31,7 +31,7 @@ _kept: list[types.ModuleType] = []
 
 
 class Program:
-    """A program that is about to run: a file, a folder or zip file with a ``__main__``, or ``-``.
+    """A program that is about to run: a file, or a folder or zip file with a ``__main__``.
 
     Args:
         flag: "-m" for a module, "-c" for code, else "".
@@ -64,12 +64,6 @@ class Program:
             self.name, self._path = first.rpartition(".")[2], os.getcwd()
             self.own_names = (first, f"{first}.{MAIN}")
             self.execute = partial(_run_module, first, True)
-        elif first == "-":
-            if sys.stdin.isatty():
-                raise CommandError("- reads the program from standard input, which is a terminal.")
-            self.name = "stdin"
-            # all of it at once, as Python reads it if it is no terminal
-            self.execute = partial(_exec, sys.stdin.buffer.read, "<stdin>", None)
         else:
             self._find(first)
 
