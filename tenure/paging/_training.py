@@ -35,7 +35,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from tenure._cuda_blocks import up_to
 from tenure._errors import PagingError
@@ -252,7 +256,9 @@ class TrainingEngine(Engine):
         self.activations: Activations | None = None
         if moves_activations:
             self.activations = Activations(link, self._slabs[1])
-        self._end_watching = _before_steps(self)
+        # after a step as well: in it a closure runs the model, which copies what is noted before
+        registering = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+        self._end_watching = [_with_steps(self, register) for register in registering]
         self._end_waiting = wait_while(self)
 
     @property
@@ -289,7 +295,8 @@ class TrainingEngine(Engine):
 
     def close(self) -> None:
         """Do as an engine does."""
-        self._end_watching()
+        for end in self._end_watching:
+            end()
         self._end_waiting()
         super().close()
         self.homeward.close()
@@ -305,7 +312,7 @@ class TrainingEngine(Engine):
             yield from slabs.named_tensors()
 
 
-def _before_steps(engine: TrainingEngine) -> Callable[[], object]:
+def _with_steps(engine: TrainingEngine, register: Callable[..., Any]) -> Callable[[], object]:
     """Have optimizers wait as of ``wait_for_step``; what ends that."""
     known = weakref.WeakMethod(engine.wait_for_step)
 
@@ -314,7 +321,7 @@ def _before_steps(engine: TrainingEngine) -> Callable[[], object]:
         if wait_for_step is not None:
             wait_for_step(optimizer)
 
-    return weakref.finalize(engine, register_optimizer_step_pre_hook(wait).remove)
+    return weakref.finalize(engine, register(wait).remove)
 
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]

@@ -8,7 +8,7 @@ from torch import nn
 
 from tenure.paging import page
 
-from ..support import about_values, same
+from ..support import about_values, assert_equal, home, same
 from .blocks import LARGE, Checkpointed, inputs, mlp, transformer
 
 pytestmark = about_values
@@ -56,6 +56,26 @@ def test_the_next_forward_has_the_values_of_a_fused_step(sim, pair, meanwhile):
             optimizer.zero_grad()
             with torch.no_grad():
                 torch._foreach_copy_(list(both.there.parameters()), parameters)
+
+
+def test_a_fused_step_whose_closure_runs_the_model_is_in_the_next_pass(sim, pair):
+    both = pair()
+    (x,) = inputs(sim, 1)
+    parameters = list(both.host.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.01, fused=True)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = both.host(x).square().mean()
+        loss.backward()
+        return loss
+
+    with both.page(share=1):
+        for _ in range(2):
+            optimizer.step(closure)
+            with torch.no_grad():
+                torch._foreach_copy_(list(both.there.parameters()), parameters)
+            assert_equal(home(both.host(x)), home(both.there(x)))
 
 
 def test_gradients_add_up_and_keep_their_strides(sim, pair):
