@@ -117,7 +117,6 @@ OOM = p.OomReport(
     2**36,
     2**30,
     _SUMS,
-    tuple(p.OomLine(s, 2**29, 7, "float32[64, 512, 1024] on cuda:0") for s in (SITE, FAR)),
     (
         p.OomLine(HOLDER.format("…"), 2**30, 100),
         p.OomLine(VIEW, 2**20, 1, "float32[64, 512, 1024] on cuda:0"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import ClassVar, Self
@@ -41,7 +41,7 @@ _NOT_THE_LAST = (
 )
 # What a look at a large heap takes, or as much of it as there is room for.
 _RESERVES_BYTES = (64 << 20, 16 << 20, 4 << 20)
-_MOST_LINES, _MOST_HOLDERS, _MOST_OF_TEXT = 4, 5, 400
+_MOST_HOLDERS, _MOST_OF_TEXT = 5, 400
 # the attribute of an error that was explained: its report, which has text and numbers alone
 _REPORT = "_tenure_oom_report"
 
@@ -227,10 +227,10 @@ def record_oom(*, quiet: bool = False) -> OomRecorder:
 
 @dataclass(frozen=True, slots=True)
 class OomLine:
-    """The storages that one line of the program made, or that one place keeps.
+    """The storages that one place keeps.
 
     Attributes:
-        name: the line, as ``train.py:41``; or the place.
+        name: the place.
         n_bytes: bytes of its storages.
         n_storages: how many there are.
         what: the largest, such as ``float32[64, 128] on cuda:0``.
@@ -259,7 +259,6 @@ class OomReport(Report):
         total_bytes: the memory of the device, or the limit on it; None where nothing tells.
         free_bytes: what of it was free; None where nothing tells.
         categories: bytes by category, on that device.
-        lines: the lines that made the most, where sites were captured.
         holders: the places that keep the most.
         fragmentation: ``reserved_bytes``, ``allocated_bytes``, ``unused_bytes`` and
             ``largest_free_bytes`` of the device's allocator; empty where it counts nothing.
@@ -277,7 +276,6 @@ class OomReport(Report):
     total_bytes: int | None
     free_bytes: int | None
     categories: dict[str, int]
-    lines: tuple[OomLine, ...]
     holders: tuple[OomLine, ...]
     fragmentation: dict[str, int]
     host: dict[str, int]
@@ -310,7 +308,6 @@ class OomReport(Report):
         used = [(name, in_bytes(n), f"{n / total:.0%}") for name, n in self.categories.items() if n]
         tables: list[tuple[tuple[str, ...], Sequence[Row]]] = [
             (("in use", self.device, "share"), used),
-            (("created at", "bytes", "tensors"), list(map(_cells, self.lines))),
             (("kept by", "bytes", "tensors"), list(map(_cells, self.holders))),
             (("allocator", "bytes"), _sizes(self.fragmentation)),
             (("host", "bytes"), _sizes(self.host)),
@@ -340,27 +337,21 @@ def build(facts: Facts, cause: Candidate) -> OomReport:
         facts.total_bytes,
         facts.free_bytes,
         {name: facts.bytes_of(name) for name in names},
-        _largest(facts, lambda row: row.created_at)[:_MOST_LINES],
-        _largest(facts, lambda row: _holder_of(row, facts))[:_MOST_HOLDERS],
+        _holders(facts)[:_MOST_HOLDERS],
         facts.fragmentation,
         facts.host,
         tuple(facts.notes),
     )
 
 
-def _holder_of(row: TensorRow, facts: Facts) -> str:
-    place = place_of(holder_name(row, facts))
-    is_saved = row.graph is not None and row.category == SAVED
-    return f"graph of {place}" if is_saved else place
-
-
-def _largest(facts: Facts, name_of: Callable[[TensorRow], str | None]) -> tuple[OomLine, ...]:
-    """Return all tensors that a name is known for, by that name, the largest first."""
+def _holders(facts: Facts) -> tuple[OomLine, ...]:
+    """Return all tensors by the place that keeps them, the largest first."""
     by_name: defaultdict[str, list[TensorRow]] = defaultdict(list)
     # the largest of a name is the first
-    for entry in sorted(facts.entries, key=lambda entry: -entry.owner.n_bytes):
-        if (name := name_of(entry.owner)) is not None:
-            by_name[name].append(entry.owner)
+    for row in sorted((entry.owner for entry in facts.entries), key=lambda row: -row.n_bytes):
+        place = place_of(holder_name(row, facts))
+        is_saved = row.graph is not None and row.category == SAVED
+        by_name[f"graph of {place}" if is_saved else place].append(row)
     lines = (
         OomLine(name, sum(row.n_bytes for row in rows), len(rows), describe_row(rows[0]))
         for name, rows in by_name.items()
