@@ -11,7 +11,6 @@ from tenure._errors import CommandError
 from ._verb import Verb, add_options, byte_size, show, whole_number
 
 _FITS, _DOES_NOT = 0, 1
-_OF_TENSORS = ("tp", "tensor", "tensor-parallel", "tensor_parallel", "tensorparallel")
 _OF_MODELS = """
 --batch N               samples on each rank (default: 1)
 --sequence N            tokens of a sample (default: the longest the model is made for, at most
@@ -28,7 +27,8 @@ _OF_MODELS = """
 --generate N            predict generating N tokens with a cache (default: a training step)
 --ranks N[,N]           number of processes, each with a device; several numbers give one row each
                         (default: 1)
---shard {fsdp2|ddp}     how ranks share the model (default: fsdp2)
+--shard {fsdp2|ddp}     how ranks share the model (default: fsdp2); for tensor parallelism, ask
+                        predict_peak() in a block of fake_ranks()
 --cpu-offload           keep shards, gradients and optimizer state in host memory (FSDP2)
 """
 
@@ -80,7 +80,6 @@ target MODEL|MODULE:FUNCTION  such as ./Llama-3-8B, or train.py:setup
             "--lora": {"type": whole_number(1)},
             # what a process group of torch counts with
             "--ranks": {"action": "extend", "type": _list_of(whole_number(1, 2**31 - 1))},
-            "--shard": {"type": _shard},
         }
         add_options(parser.add_argument_group("for a MODEL"), _OF_MODELS, kinds)
 
@@ -165,18 +164,6 @@ def _refuse_what_changes_nothing(options: dict[str, Any], ranks: list[int], offl
 def _list_of(read: Any) -> Any:
     """Return a ``type`` for argparse that reads several values, as ``24GiB,80GiB``."""
     return lambda text: [read(each) for each in text.split(",")]
-
-
-def _shard(text: str) -> str:
-    """Check a way to share a model for argparse."""
-    if text.lower() in _OF_TENSORS:
-        raise argparse.ArgumentTypeError(
-            "tensor parallelism needs a plan for each layer, which a configuration does not have; "
-            "shard the model in a program, and ask predict_peak() in a block of fake_ranks()"
-        )
-    if text not in ("fsdp2", "ddp"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not known; write fsdp2 or ddp")
-    return text
 
 
 def _device_name(text: str) -> str:

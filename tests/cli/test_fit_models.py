@@ -383,8 +383,10 @@ def places(tmp_path_factory, llama):
         (["{llama}", "--device-memory", "24"], "write the unit, such as 24GiB"),
         (["{llama}", "--device-memory", "24 gigs"], "'24 gigs' is not a number of bytes. Write an"),
         (["{llama}", "--device", "rtx"], "'rtx' is no device of torch; write cuda, cuda:1"),
-        (["{llama}", "--ranks", "2", "--shard", "tp"], "tensor parallelism needs a plan"),
-        (["{llama}", "--ranks", "2", "--shard", "zero"], "'zero' is not known; write fsdp2 or ddp"),
+        (
+            ["{llama}", "--ranks", "2", "--shard", "tp"],
+            "--shard: invalid choice: 'tp' (choose from",
+        ),
         (["{llama}", "--generate", "5", "--lora", "4"], "--lora is for training."),
         (["{llama}", "--generate", "5", "--optimizer", "sgd"], "--optimizer is for training."),
         (["{llama}", "--ranks", "1", "--shard", "ddp"], "--shard is for several ranks."),
