@@ -617,13 +617,18 @@ def _yields_inside(code: CodeType, offset: int) -> bool:
     instructions = list(bytecode)
     if not any(each.offset == offset and each.opname == "BEFORE_WITH" for each in instructions):
         return True
-    # the parts of the block from which an exception goes to its exit
-    parts = [part for part in bytecode.exception_entries if part.start > offset]
-    own = [part for part in parts if part.target == parts[0].target]
+    # An exception in the block goes to its exit, or to a handler whose exceptions do. A handler
+    # stands after what it is of, from Python 3.12 on behind all else.
+    parts = bytecode.exception_entries
+    at_exit = next(part.target for part in parts if part.start > offset)
+    own: list[Any] = []
+    for part in reversed(parts):
+        if part.target == at_exit or any(each.start <= part.target < each.end for each in own):
+            own.append(part)
     return any(
         each.opname == "RESUME" and each.arg & 3 in _AFTER_YIELD
         for each in instructions
-        if own[0].start <= each.offset < own[-1].end
+        if any(part.start <= each.offset < part.end for part in own)
     )
 
 
