@@ -15,6 +15,7 @@ import torch
 from tenure._errors import SimulatorUsageError
 from tenure._torch.python_backend import require_all, set_up
 
+from ._device._machine import machine
 from ._simulator import Simulator
 from ._torch_backend import (
     AUTOCAST_KEY,
@@ -102,6 +103,7 @@ def simulated_accelerator(**options: Any) -> Iterator[Simulator]:
     simulator = Simulator()
     simulator(**options)
     _running.append(simulator)
+    machine.is_open = True
     try:
         yield simulator
     except BaseException as error:
@@ -111,6 +113,7 @@ def simulated_accelerator(**options: Any) -> Iterator[Simulator]:
         simulator.finish()
     finally:
         _running.clear()
+        machine.is_open = False
         simulator.fail_at(None)
         simulator.fail_pinning(None)
 

@@ -37,8 +37,8 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Return True."""
-    return True
+    """Return whether a block is open: outside of it there is nothing to note of the devices."""
+    return machine.is_open
 
 
 def _is_in_bad_fork() -> bool:
