@@ -15,7 +15,6 @@ import torch
 from tenure._errors import SimulatorUsageError
 from tenure._torch.python_backend import require_all, set_up
 
-from ._device._machine import machine
 from ._simulator import Simulator
 from ._torch_backend import (
     AUTOCAST_KEY,
@@ -103,7 +102,6 @@ def simulated_accelerator(**options: Any) -> Iterator[Simulator]:
     simulator = Simulator()
     simulator(**options)
     _running.append(simulator)
-    machine.is_open = True
     try:
         yield simulator
     except BaseException as error:
@@ -113,7 +111,6 @@ def simulated_accelerator(**options: Any) -> Iterator[Simulator]:
         simulator.finish()
     finally:
         _running.clear()
-        machine.is_open = False
         simulator.fail_at(None)
         simulator.fail_pinning(None)
 

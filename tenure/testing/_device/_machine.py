@@ -130,8 +130,6 @@ class Machine:
     streams: dict[int, Any]
     # This process was forked from one that had used a device.
     is_in_bad_fork = False
-    # Whether a block of `simulated_accelerator` is open.
-    is_open = False
 
     def __init__(self) -> None:
         # Outside of start(): a fresh start seeds none of them anew.
