@@ -6,7 +6,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from inspect import iscoroutinefunction
 from threading import get_ident
 from types import TracebackType
@@ -40,6 +40,11 @@ class MeasuredPeak(NamedTuple):
     device: str
     n_bytes: int
     rows: list[tuple[int, str, str]]
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a report of the test carries, also from another process."""
+        line = self.rows[0][-1] if self.rows else ""
+        return {"n_bytes": self.n_bytes, "text": format_bytes(self.n_bytes), "line": line}
 
 
 def limit_of(marker: pytest.Mark) -> int:
@@ -76,17 +81,15 @@ class _TimelineOfTest(Timeline):
 class WatchedBlock:
     """A block in which a test runs.
 
-    Args:
-        most_bytes: what its tensors may take at most; None for no limit.
-        finds_leaks: whether none of them may outlive it.
-        name: the name of the test.
+    Attributes:
+        peak: what its tensors took at most, once it has ended; None where nobody asked.
     """
 
-    def __init__(self, *, most_bytes: int | None, finds_leaks: bool, name: str) -> None:
-        self._most_bytes = most_bytes
-        self._timeline = None if most_bytes is None else _TimelineOfTest()
+    def __init__(self, *, is_measured: bool, finds_leaks: bool, name: str) -> None:
+        self._timeline = _TimelineOfTest() if is_measured else None
         self._scope = NewDisposeScope(name, policy="report") if finds_leaks else None
         self._open = ExitStack()
+        self.peak: MeasuredPeak | None = None
 
     def __enter__(self) -> Self:
         for block in (self._timeline, self._scope):
@@ -106,16 +109,19 @@ class WatchedBlock:
             self._open.__exit__(exc_type, exc, traceback)
         finally:
             _log.removeFilter(_is_no_leak)
+        if self._timeline is not None:
+            try:
+                devices = self._timeline.report.devices
+            # it told of that in a note, and the test's own failure is what matters
+            except ProfilerUsageError:
+                return
+            self.peak = max(map(_peak_of, devices), key=lambda p: p.n_bytes)
 
-    def check(self) -> None:
+    def check(self, most_bytes: int | None) -> None:
         """Fail the test that took more than it may, or whose tensors are still held."""
         texts = []
-        # on another thread, the block of a coroutine is not opened, and nothing was measured
-        with suppress(ProfilerUsageError):
-            if self._timeline is not None and self._most_bytes is not None:
-                peak = max(map(_peak_of, self._timeline.report.devices), key=lambda p: p.n_bytes)
-                if peak.n_bytes > self._most_bytes:
-                    texts.append(_too_much(peak, self._most_bytes))
+        if self.peak is not None and most_bytes is not None and self.peak.n_bytes > most_bytes:
+            texts.append(_too_much(self.peak, most_bytes))
         if self._scope is not None and (leaks := _outliving(self._scope.leaks)):
             texts.append(str(leaks))
         if texts:

@@ -294,6 +294,32 @@ def test_a_loop_that_grows_fails_and_one_that_is_left_or_is_none_is_an_error(sto
         assert says(stories.of[f"test_loop_{n}"], f"*{told}*")
 
 
+LARGE = """def test_small():
+    torch.ones(256)
+    assert 1 == 2
+
+def test_large():
+    torch.ones(256, 256)
+
+def test_none():
+    pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [(), ("-n", "1")])
+def test_the_option_lists_the_tests_that_took_the_most(tmp_path, workers):
+    told = _run(tmp_path, {"it": LARGE}, "--tenure", *workers).text
+    assert "1 failed, 2 passed" in told
+    assert says(
+        told,
+        "*most memory of tensors at once*",
+        "*256.0 KiB  *::test_large",
+        "*made at *",
+        "*1.0 KiB  *::test_small",
+    )
+
+
 @pytest.mark.slow
 def test_pytest_finds_the_plugin_by_itself_and_a_run_that_asks_for_nothing_imports_no_torch(
     tmp_path,
