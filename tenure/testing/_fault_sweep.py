@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tenure._errors import SimulatorUsageError
+from tenure._oom import chain_of
 from tenure._show import steps
 
 from ._simulated_accelerator import running_simulator
@@ -127,7 +128,9 @@ def _run(sim: Simulator, fn: Callable[[], Any], number: int) -> AllocationFailur
             # This one was not planted: the budget is too small.
             raise
         result, error = None, raised
-        _let_go_of_frames(raised)
+        # Their frames hold tensors.
+        for one in chain_of(raised):
+            one.__traceback__ = None
     except BaseException as raised:
         raised.add_note(f"raised while allocation {number} of {fn!r} was made to fail")
         raise
@@ -135,15 +138,3 @@ def _run(sim: Simulator, fn: Callable[[], Any], number: int) -> AllocationFailur
         met = not sim.failure_is_planted
         sim.fail_at(None)
     return AllocationFailure(number, error, result) if met else None
-
-
-def _let_go_of_frames(error: BaseException) -> None:
-    """Drop the tracebacks, whose frames hold tensors, of an error and of all that led to it."""
-    left: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while left:
-        one = left.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            one.__traceback__ = None
-            left += [one.__cause__, one.__context__]

@@ -64,7 +64,6 @@ class Simulator:
         round_to_bytes: int = 1,
         detect_races: bool = True,
         fail_pinning: int | str | None = None,
-        late_engine: bool = False,
     ) -> "Simulator":
         """Start the devices afresh: nothing allocated or registered, virtual time zero.
 
@@ -84,8 +83,6 @@ class Simulator:
                 `"cuda"` it is 512 always, and another number is refused.
             detect_races: False saves the time that checking takes.
             fail_pinning: which host memory can't be pinned; see the method of this name.
-            late_engine: whether autograd's thread may let go of the last node of a backward pass a
-                moment after `backward()` has returned or raised.
 
         Raises:
             ValueError: an option has a value that means nothing; the device stays as it was.
@@ -97,7 +94,6 @@ class Simulator:
             round_to_bytes=round_to_bytes,
             rates=Rates() if rates is None else rates,
             detect_races=detect_races,
-            late_engine=late_engine,
         )
         check_number(fail_at)
         check_failure(fail_pinning)

@@ -103,7 +103,6 @@ def test_the_options_are_those_of_the_simulator_and_are_checked_there():
         ("fail_pinning", 0, 'give "all", a size'),
         ("fail_at", -1, "are counted from 1"),
         ("detect_races", None, "True or False"),
-        ("late_engine", 1, "True or False"),
         ("rates", 5, r"give Rates\(\.\.\.\)"),
         ("round_to_bytes", 256, r'allocator="cuda" .* 512 bytes'),
     ],

@@ -41,7 +41,6 @@ class Settings:
     round_to_bytes: int = 1
     rates: Rates = field(default_factory=Rates)
     detect_races: bool = True
-    late_engine: bool = False
 
     def __post_init__(self) -> None:
         _check_whole("devices", self.devices)
@@ -53,9 +52,8 @@ class Settings:
             )
         if not isinstance(self.rates, Rates):
             raise ValueError(f"rates={self.rates!r}: give Rates(...), which names each speed.")
-        for name in ("detect_races", "late_engine"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False.")
+        if not isinstance(self.detect_races, bool):
+            raise ValueError(f"detect_races={self.detect_races!r}: must be True or False.")
 
 
 def _check_whole(name: str, value: int) -> None:

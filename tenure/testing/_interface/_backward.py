@@ -99,7 +99,7 @@ def _ending_well(run: Any) -> Any:
             if not any(_taken):
                 raise
         finally:
-            if has_thread and not is_running_node() and not machine.settings.late_engine:
+            if has_thread and not is_running_node():
                 _wait_for_engine(run)
         raise _oldest_taken()
 
