@@ -75,7 +75,12 @@ class memory_budget(ContextDecorator):
     _status: _Status = "not yet open"
 
     def __init__(self, limit: int | str, device: str | torch.device = "cpu") -> None:
-        self.limit_bytes = _checked_limit(limit)
+        self.limit_bytes = parse_bytes(limit)
+        if self.limit_bytes == 0:
+            raise AdaptiveUsageError(
+                "memory_budget() got a limit of 0 bytes, in which nothing fits. Give at least 1 "
+                "byte."
+            )
         self.device = _checked_device(device)
         self._counting = CountingMode(self.limit_bytes, self.device)
         self._thread_id = 0
@@ -97,9 +102,19 @@ class memory_budget(ContextDecorator):
             AdaptiveUsageError: the budget was entered before, a graph is being captured on its
                 device, or tensors have no data, as in a prediction.
         """
-        _check_new(self, self._status)
-        _check_not_capturing(self)
-        _check_data(self)
+        if self._status != "not yet open":
+            raise AdaptiveUsageError(f"{self!r} was entered a second time. {_ONE_BLOCK}")
+        if is_capturing(self.device):
+            raise AdaptiveUsageError(
+                f"{self!r} was entered while a graph is being captured on {self.device}, whose "
+                "replays make nothing that it could count. Open it around the capture."
+            )
+        if are_made():
+            raise AdaptiveUsageError(
+                f"{self!r} was entered by work that runs on tensors without data, as "
+                "predict_peak() and plan() run it: they have no bytes to count. Open it around "
+                "what runs the work, and predict the work without it."
+            )
         # no __exit__ follows an interrupt in here
         try:
             with Interrupts():
@@ -123,7 +138,13 @@ class memory_budget(ContextDecorator):
                 before a mode that was opened inside, and the budget is closed.
         """
         try:
-            _check_open(self, self._status, self._thread_id)
+            if self._status != "open":
+                raise AdaptiveUsageError(f"{self!r} was closed, but it is not open. {_ONE_BLOCK}")
+            if self._thread_id != get_ident():
+                raise AdaptiveUsageError(
+                    f"{self!r} was closed from thread {current_thread().name!r}, and stays open. "
+                    "A budget belongs to the thread that opened it: close it there."
+                )
             in_order = self._close()
         except KeyboardInterrupt:
             self._close()
@@ -156,7 +177,13 @@ class memory_budget(ContextDecorator):
         Raises:
             AdaptiveUsageError: it is no function, or gives a generator or a coroutine.
         """
-        _check_plain_function(func)
+        if not callable(func):
+            raise AdaptiveUsageError(f"@memory_budget() wants a function, and got {func!r}.")
+        if is_suspendable(func):
+            raise AdaptiveUsageError(
+                f"@memory_budget() got {name_of(func)}(), which can be suspended while what it "
+                "makes lives on. Open a budget in the function that runs it."
+            )
         return super().__call__(func)
 
     def __repr__(self) -> str:
@@ -174,21 +201,6 @@ class memory_budget(ContextDecorator):
     def _recreate_cm(self) -> Self:
         # calls may overlap, on several threads
         return type(self)(self.limit_bytes, self.device)
-
-
-def _checked_limit(limit: int | str) -> int:
-    """Return the bytes of a limit.
-
-    Raises:
-        ByteSizeError: it is no number of bytes.
-        AdaptiveUsageError: it is zero.
-    """
-    n_bytes = parse_bytes(limit)
-    if n_bytes == 0:
-        raise AdaptiveUsageError(
-            "memory_budget() got a limit of 0 bytes, in which nothing fits. Give at least 1 byte."
-        )
-    return n_bytes
 
 
 def _checked_device(device: str | torch.device) -> torch.device:
@@ -212,73 +224,6 @@ def _checked_device(device: str | torch.device) -> torch.device:
             f"memory_budget() can't limit device={device!r}: {reason}. Name a device that "
             'tensors can be made on, such as "cpu" or "cuda:0".'
         ) from error
-
-
-def _check_new(budget: memory_budget, status: str) -> None:
-    """Make sure that a budget was not opened before.
-
-    Raises:
-        AdaptiveUsageError: it was.
-    """
-    if status != "not yet open":
-        raise AdaptiveUsageError(f"{budget!r} was entered a second time. {_ONE_BLOCK}")
-
-
-def _check_not_capturing(budget: memory_budget) -> None:
-    """Make sure that the limit is set before or after a graph is captured.
-
-    Raises:
-        AdaptiveUsageError: the device captures one.
-    """
-    if is_capturing(budget.device):
-        raise AdaptiveUsageError(
-            f"{budget!r} was entered while a graph is being captured on {budget.device}, whose "
-            "replays make nothing that it could count. Open it around the capture."
-        )
-
-
-def _check_data(budget: memory_budget) -> None:
-    """Make sure that there is something to count.
-
-    Raises:
-        AdaptiveUsageError: tensors have no data for the time being.
-    """
-    if are_made():
-        raise AdaptiveUsageError(
-            f"{budget!r} was entered by work that runs on tensors without data, as predict_peak() "
-            "and plan() run it: they have no bytes to count. Open it around what runs the work, "
-            "and predict the work without it."
-        )
-
-
-def _check_open(budget: memory_budget, status: str, thread_id: int) -> None:
-    """Make sure that a budget is closed once, and where it was opened.
-
-    Raises:
-        AdaptiveUsageError: it isn't open, or this is another thread.
-    """
-    if status != "open":
-        raise AdaptiveUsageError(f"{budget!r} was closed, but it is not open. {_ONE_BLOCK}")
-    if thread_id != get_ident():
-        raise AdaptiveUsageError(
-            f"{budget!r} was closed from thread {current_thread().name!r}, and stays open. "
-            "A budget belongs to the thread that opened it: close it there."
-        )
-
-
-def _check_plain_function(function: Callable[..., Any]) -> None:
-    """Make sure that a function runs from its call to its return.
-
-    Raises:
-        AdaptiveUsageError: it is no function, or can be suspended, with the budget open.
-    """
-    if not callable(function):
-        raise AdaptiveUsageError(f"@memory_budget() wants a function, and got {function!r}.")
-    if is_suspendable(function):
-        raise AdaptiveUsageError(
-            f"@memory_budget() got {name_of(function)}(), which can be suspended while what it "
-            "makes lives on. Open a budget in the function that runs it."
-        )
 
 
 def _checked_accelerator(device: torch.device) -> torch.device:
