@@ -264,7 +264,11 @@ class PredictionInPieces:
             if _are_rows(tensor, [(0, ends[-1], same)], rtol) and not _are_rows(
                 tensor, [*zip(ends, ends[1:], halves, strict=False)], rtol
             ):
-                raise _mixed(describe_tensor(tensor))
+                raise _uncut(
+                    f"{describe_tensor(tensor)} among the outputs of a few samples is different "
+                    "when these run in parts: its rows depend on other samples",
+                    "Compute what mixes samples after the evaluation, in compute_metrics=;",
+                )
 
     @_random_state_kept()
     def _compare_halves(
@@ -383,37 +387,23 @@ def _joined(column: Sequence[Any], lengths: Sequence[int]) -> Any:
     if all(isinstance(each, Tensor) for each in column):
         # sequences of other lengths, as generated ones are, are padded as between batches
         joined = joined_rows(column, lengths, _PADDING)
-        if joined is None:
-            raise _not_by_samples(describe_tensor(first))
-        return joined
-    if levels := levels_of(column):
+        if joined is not None:
+            return joined
+    elif levels := levels_of(column):
         children = zip(*(level.children for level in levels), strict=True)
         return levels[0].make([_joined(each, lengths) for each in children])
-    if all(type(each) is type(first) and each == first for each in column):
+    elif all(type(each) is type(first) and each == first for each in column):
         return first
-    raise _not_by_samples(f"a {type(first).__name__}")
-
-
-def _not_by_samples(what: str) -> SplitMismatchError:
-    advice = (
-        "Leave it out with ignore_keys= or preprocess_logits_for_metrics=, or evaluate with a "
-        "per_device_eval_batch_size that fits."
+    what = describe_tensor(first) if isinstance(first, Tensor) else f"a {type(first).__name__}"
+    raise _uncut(
+        f"{what} among its outputs has not one row for each sample, so that it can't be put "
+        "together",
+        "Leave it out with ignore_keys= or preprocess_logits_for_metrics=,",
     )
+
+
+def _uncut(why: str, instead: str) -> SplitMismatchError:
+    advice = f"{instead} or evaluate with a per_device_eval_batch_size that fits."
     return SplitMismatchError(
-        f"A batch of an evaluation had to be cut into pieces, and {what} among its outputs has not "
-        f"one row for each sample, so that it can't be put together. {advice}",
-        advice=advice,
-    )
-
-
-def _mixed(what: str) -> SplitMismatchError:
-    advice = (
-        "Compute what mixes samples after the evaluation, in compute_metrics=; or evaluate with a "
-        "per_device_eval_batch_size that fits."
-    )
-    return SplitMismatchError(
-        f"A batch of an evaluation had to be cut into pieces, and {what} among the outputs of a "
-        f"few samples is different when these run in parts: its rows depend on other samples. "
-        f"{advice}",
-        advice=advice,
+        f"A batch of an evaluation had to be cut into pieces, and {why}. {advice}", advice=advice
     )
