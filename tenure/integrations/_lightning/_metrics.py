@@ -27,12 +27,15 @@ from .._joined import StepEvent, detached
 
 T = TypeVar("T")
 V = TypeVar("V")
-_COUNT = "_update_count"
-"""Each update of a metric reads it."""
-_MERGE = "merge_state"
-_COPY = "__getstate__"
-"""Each copy of a metric reads it."""
-_METHODS = ("forward", "update", "compute", "reset", _MERGE, _COUNT, _COPY)
+_DID = {
+    **dict.fromkeys(("compute", "reset"), "compute() or reset() of the metric {!r} was called"),
+    "merge_state": "merge_state() of the metric {!r} was called",
+    # each update of a metric reads it
+    "_update_count": "The metric {!r} was updated by a method that was kept from before, or asked "
+    "how often it was updated,",
+}
+"""What the program did that read an attribute; else it read a state, or that for copies."""
+_METHODS = ("forward", "update", *_DID, "__getstate__")
 """The attributes of a metric that do something else while parts run, as its states do."""
 _listening: ContextVar[MetricRecorder | None] = ContextVar("_listening", default=None)
 _outside: WeakValueDictionary[str, Any] = WeakValueDictionary()
@@ -147,19 +150,10 @@ def _refused(name: str, attribute: str) -> AdaptiveUsageError:
             f"The metric {name!r} was made in a training_step and kept, and its batch runs several "
             "times, such as in micro-batches. Make it in __init__() of the module."
         )
-    if attribute not in _METHODS or attribute == _COPY:
-        did = f"The metric {name!r} was copied, or its state was read,"
-    elif attribute == _COUNT:
-        did = (
-            f"The metric {name!r} was updated by a method that was kept from before, or asked how "
-            "often it was updated,"
-        )
-    else:
-        calls = f"{_MERGE}()" if attribute == _MERGE else "compute() or reset()"
-        did = f"{calls} of the metric {name!r} was called"
+    did = _DID.get(attribute, "The metric {!r} was copied, or its state was read,")
     return AdaptiveUsageError(
-        f"{did} in a training_step that runs in micro-batches, where the metric gets its numbers "
-        "at the end, once for the whole batch. Log the metric itself, "
+        f"{did.format(name)} in a training_step that runs in micro-batches, where the metric gets "
+        "its numbers at the end, once for the whole batch. Log the metric itself, "
         f"self.log({name!r}, metric), or call these in on_train_batch_end() or later."
     )
 
