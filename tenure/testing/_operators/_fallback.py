@@ -8,7 +8,6 @@ certain arguments on the host; all else raises.
 """
 
 import functools
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
@@ -247,10 +246,6 @@ def _outgrew(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
     return low + extent_bytes(alias) > room_bytes(tensor)
 
 
-def _run_whole(name: str) -> Callable[..., Any]:
-    return functools.partial(run_on_host, operator_named(name))
-
-
 # Torch would compose the first four out of smaller operators, where CUDA runs one kernel; it would
 # run the losses by their out= form, which warns of a resize that no caller asked for.
 for _name in (
@@ -261,4 +256,4 @@ for _name in (
     "mse_loss",
     "smooth_l1_loss",
 ):
-    kernel(_name)(_run_whole(_name))
+    kernel(_name)(functools.partial(run_on_host, operator_named(_name)))

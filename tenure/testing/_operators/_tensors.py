@@ -4,7 +4,8 @@ Views share the storage and allocate nothing; `empty` and `empty_strided` are th
 that reach the device, all others are built on them by torch.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,11 +62,6 @@ def set_to_tensor(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return set_geometry(tensor, source.untyped_storage(), *geometry)
 
 
-def _on_cpu_keys(name: str) -> Callable[..., Any]:
-    operator = operator_named(name)
-    return lambda *args, **kwargs: operator.redispatch(cpu_keys(), *args, **kwargs)
-
-
 # Their CPU kernels only compute a geometry, so they serve every device.
 for _name in (
     "alias",
@@ -76,4 +72,4 @@ for _name in (
     "set_.source_Storage",
     "set_.source_Storage_storage_offset",
 ):
-    kernel(_name)(_on_cpu_keys(_name))
+    kernel(_name)(functools.partial(operator_named(_name).redispatch, cpu_keys()))
