@@ -6,6 +6,7 @@ they were before it, those that it has enlarged in place too; only then is the e
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from tenure._account import close_limit, open_limit
+from tenure._containers import passed_tensors
 from tenure._registries import refusal_watchers
 from tenure._stream import run, storages_in, this_stream
 from tenure._text import format_bytes
@@ -30,7 +32,6 @@ _LIFTS = frozenset({_aten.lift_fresh.default, _aten.lift.default})
 """What ``torch.tensor``, ``torch.from_numpy`` and the like call with the tensor they made."""
 _CLOSED = -1
 _RESIZERS = frozenset({_aten.resize_, _aten.resize_as_, _aten.set_})
-_known: dict[Any, tuple[tuple[str, ...], tuple[int, ...]]] = {}
 
 
 class CountingMode(DispatchMode):
@@ -260,16 +261,13 @@ It holds the storage, so it is kept for one call only.
 
 def _geometries(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[_Geometry]:
     """Return the indices of arguments that ``func`` may enlarge; mostly none."""
-    # by the schema, once for each operator: this stands in the way of every operation of a budget
-    places = _known.get(func)
-    if places is None:
-        places = _known[func] = _enlarged_arguments(func)
-    names, positions = places
+    names, positions = _enlarged_arguments(func)
     if not names:
         return []
     chosen = [args[i] for i in positions if i < len(args)]
     chosen += [kwargs[name] for name in names if name in kwargs]
-    return [_geometry_of(tensor) for tensor in _flat(chosen) if tensor.layout is torch.strided]
+    tensors = passed_tensors(chosen)
+    return [_geometry_of(tensor) for tensor in tensors if tensor.layout is torch.strided]
 
 
 def _restore(places: Iterable[_Geometry]) -> None:
@@ -282,6 +280,8 @@ def _restore(places: Iterable[_Geometry]) -> None:
                 storage.resize_(n_bytes)
 
 
+# once for each operator: this stands in the way of every operation of a budget
+@functools.cache
 def _enlarged_arguments(func: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Names and positions of the ``out=`` arguments, or of the tensor that is resized."""
     schema = schema_of(func)
@@ -300,10 +300,3 @@ def _enlarged_arguments(func: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
 def _geometry_of(tensor: Tensor) -> _Geometry:
     storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
     return tensor, storage, storage.nbytes(), offset, tensor.shape, tensor.stride()
-
-
-def _flat(values: Iterable[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        found += [value] if isinstance(value, Tensor) else _flat(value)
-    return found
