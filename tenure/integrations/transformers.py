@@ -97,8 +97,8 @@ class AdaptiveTrainerMixin(_Base):
             ``torch.nn.DataParallel``, because it splits batches itself;
             DeepSpeed, because its engine counts each backward pass as a micro-batch;
             FSDP, because one rank cannot compare a split with the whole;
-            tensor, context and sequence parallelism, because ranks that split differently would
-            wait for each other.
+            model parallelism of SageMaker, and tensor, context and sequence parallelism, because
+            ranks that split differently would wait for each other.
     """
 
     preprocess_logits_for_metrics: Any

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from transformers import Trainer
+from transformers.utils.import_utils import is_sagemaker_mp_enabled
 
 from tenure._errors import AdaptiveUsageError
 
@@ -75,6 +76,12 @@ def _reasons(trainer: Trainer) -> Iterator[str]:
             "batches that fit; or call tenure.adaptive.step() in a loop of your own, and say what "
             "the loss is."
         )
+    yield from _reasons_of_many_ranks(trainer)
+
+
+def _reasons_of_many_ranks(trainer: Trainer) -> Iterator[str]:
+    if is_sagemaker_mp_enabled():
+        yield "SageMaker's model parallelism runs forward and backward itself. Use Trainer."
     if getattr(trainer, "is_distributed_loading_by_transformers", False) or getattr(
         trainer.accelerator, "parallelism_config", None
     ):
