@@ -391,23 +391,7 @@ class SpillStore(FileStore):
             PagingError: the file can't be written; the tensors are where they were.
         """
         units = list(units)
-        n_bytes, model = sum(unit.n_bytes for unit in units), self._model
-        with writing(self._folder, model, n_bytes), nameless(self._folder) as file:
-            with progress("writing weights", n_bytes, in_bytes=True) as done:
-                for extent, begin, start in _places(units):
-                    address = extent.storage.data_ptr() + extent.low_byte
-                    file.seek(begin + start)
-                    file.write((ctypes.c_ubyte * extent.n_bytes).from_address(address))
-                    done(extent.n_bytes)
-            # What is empty can't be mapped.
-            file.truncate(max(1, n_bytes))
-            file.flush()
-            name = f"The file of {model} in {str(self._folder)!r}"
-            mapped = MappedFile(file, name, is_ours=True)
-        # Only now, when every byte is in the file: until here the model can be left as it was.
-        for extent, begin, start in _places(units):
-            point_at(extent, mapped.bytes_at(begin + start, extent.n_bytes), start)
-        self._files.append(mapped)
+        self._files.append(_spill(units, self._folder, self._model))
         super().adopt(units)
 
 
@@ -446,6 +430,22 @@ def checked_folder(folder: Path) -> Path:
     return folder
 
 
+def _spill(units: list[Unit], folder: Path, model: str) -> MappedFile:
+    """Write units to a new file, and only then point their tensors there.
+
+    Raises:
+        PagingError: the file can't be written; the tensors are where they were.
+    """
+    n_bytes = sum(unit.n_bytes for unit in units)
+    with writing(folder, model, n_bytes), nameless(folder) as file:
+        _write(file, units)
+        mapped = MappedFile(file, f"The file of {model} in {str(folder)!r}", is_ours=True)
+    # Only now, when every byte is in the file: until here the model can be left as it was.
+    for extent, begin, start in _places(units):
+        point_at(extent, mapped.bytes_at(begin + start, extent.n_bytes), start)
+    return mapped
+
+
 @contextmanager
 def writing(folder: Path, model: str, n_bytes: int) -> Iterator[None]:
     """Return a block that writes a file of a model.
@@ -467,6 +467,19 @@ def writing(folder: Path, model: str, n_bytes: int) -> Iterator[None]:
 def nameless(folder: Path) -> BinaryIO:
     """Return a new file in a folder that nobody else can meet."""
     return cast(BinaryIO, tempfile.TemporaryFile(dir=folder, prefix="tenure-"))
+
+
+def _write(file: BinaryIO, units: list[Unit]) -> None:
+    n_bytes = sum(unit.n_bytes for unit in units)
+    with progress("writing weights", n_bytes, in_bytes=True) as done:
+        for extent, begin, start in _places(units):
+            address = extent.storage.data_ptr() + extent.low_byte
+            file.seek(begin + start)
+            file.write((ctypes.c_ubyte * extent.n_bytes).from_address(address))
+            done(extent.n_bytes)
+    # What is empty can't be mapped.
+    file.truncate(max(1, n_bytes))
+    file.flush()
 
 
 def _places(units: list[Unit]) -> Iterator[tuple[Extent, int, int]]:
